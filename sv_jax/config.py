@@ -1,0 +1,74 @@
+"""What a model is: frozen, hashable descriptions that jitted programs are specialised on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class UserError(ValueError):
+    """Bad input: the message is one line that names the value and what is allowed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the pretraining context.
+
+    kind: "linear", "llama3" or "yarn". Fields that a kind does not use keep their defaults.
+    """
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn: None derives it from `factor`
+    mscale: float | None = None  # yarn (DeepSeek style)
+    mscale_all_dim: float | None = None  # yarn (DeepSeek style)
+    truncate: bool = True  # yarn: round the correction range to whole channels
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Architecture of one decoder-only transformer (the numbers of its config.json)."""
+
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    attention_bias: bool = False  # bias on query, key, value
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over head_dim on queries and keys, before RoPE (qwen3)
+    sliding_windows: tuple[int | None, ...] = ()  # per layer; () means full attention everywhere
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"num_attention_heads={self.num_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise UserError(f"head_dim={self.head_dim} is odd; rotary embeddings need an even number")
+        if self.sliding_windows and len(self.sliding_windows) != self.num_layers:
+            raise UserError(
+                f"sliding_windows has {len(self.sliding_windows)} entries for {self.num_layers} layers"
+            )
+
+    def sliding_window(self, layer: int) -> int | None:
+        """Positions that layer `layer` can look back over (the query's own included); None: all."""
+        return self.sliding_windows[layer] if self.sliding_windows else None

@@ -1,0 +1,112 @@
+"""Attention of one step: over the committed cache, over the step's own tokens, merged by log-sum-exp."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.cache_attention import cache_attention
+from pallas_kernels.cache_attention.reference import masked_softmax, matmul_precision
+from pallas_kernels.platform import Layout
+from sv_jax.config import ModelConfig
+from sv_jax.model.cache import LayerKV
+from sv_jax.model.layers import Linear, RMSNorm, apply_rope
+from sv_jax.sharding import Sharding
+
+
+def step_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, *, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Attention among the T tokens of a step.
+
+    Args:
+      q: [B, T, H, D]. k, v: [B, T, K, D]. mask: bool[B, T, T], True where query t sees token u.
+
+    Returns:
+      out float32[B, T, H, D] and lse float32[B, T, H], as `cache_attention` gives them.
+    """
+    batch, num_tokens, num_heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    grouped = q.reshape(batch, num_tokens, kv_heads, num_heads // kv_heads, head_dim)
+    precision = matmul_precision(k.dtype)
+    scores = jnp.einsum(
+        "btkgd,bukd->bkgtu", grouped, k, precision=precision, preferred_element_type=jnp.float32
+    )
+    weights, total, lse = masked_softmax(scores * scale, mask[:, None, None])
+    out = jnp.einsum(
+        "bkgtu,bukd->bkgtd",
+        weights.astype(v.dtype),
+        v,
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    out = out / jnp.where(total > 0, total, 1.0)
+    out = jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(q.shape)
+    lse = jnp.transpose(lse[..., 0], (0, 3, 1, 2)).reshape(q.shape[:3])
+    return out, lse
+
+
+def merge_attention(parts: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
+    """Joins attention over disjoint sets of positions: each (out, lse) weighs exp(lse).
+
+    A part with lse = -inf weighs nothing; the step's own part always has the token itself.
+    """
+    lses = jnp.stack([lse for _, lse in parts])
+    weights = jax.nn.softmax(lses, axis=0)
+    return sum(weights[i][..., None] * out for i, (out, _) in enumerate(parts))  # type: ignore[return-value]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of T new tokens over a cached prefix and each other."""
+
+    config: ModelConfig
+    window: int | None
+    dtype: str
+    sharding: Sharding
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        positions: jax.Array,
+        cached: LayerKV,
+        lengths: jax.Array,
+        mask: jax.Array,
+        layout: Layout,
+    ) -> tuple[jax.Array, LayerKV]:
+        """x [B, T, d] -> (output [B, T, d], (keys, values) of the T tokens, [B, T, K, D] each)."""
+        config = self.config
+
+        def project(name: str, heads: int, axis: str) -> jax.Array:
+            linear = Linear(
+                heads * config.head_dim, (axis, "embed"), config.attention_bias, self.dtype, name=name
+            )
+            y = linear(x).reshape(*x.shape[:2], heads, config.head_dim)
+            return self.sharding.constrain(y, "batch", None, axis, None)
+
+        q = project("query", config.num_heads, "heads")
+        k = project("key", config.num_kv_heads, "kv_heads")
+        v = project("value", config.num_kv_heads, "kv_heads")
+        if config.qk_norm:
+            q = RMSNorm(config.rms_norm_eps, self.dtype, name="query_norm")(q)
+            k = RMSNorm(config.rms_norm_eps, self.dtype, name="key_norm")(k)
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+
+        scale = config.head_dim**-0.5
+        with jax.named_scope("cache_attention"):
+            over_cache = cache_attention(
+                q, *cached, lengths, positions, layout=layout, window=self.window, scale=scale
+            )
+        with jax.named_scope("step_attention"):
+            if self.window is not None:
+                ahead = positions[:, :, None] - positions[:, None, :]
+                mask = mask & (ahead < self.window)
+            among_step = step_attention(q, k, v, mask, scale=scale)
+        out = merge_attention([over_cache, among_step]).astype(self.dtype)
+        out = out.reshape(*x.shape[:2], config.num_heads * config.head_dim)
+        output = Linear(
+            config.hidden_size, ("embed", "heads"), config.attention_output_bias, self.dtype, name="output"
+        )
+        return output(out), (k, v)

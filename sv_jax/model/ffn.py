@@ -1,0 +1,27 @@
+"""The gated feed-forward network: down(silu(gate(x)) * up(x))."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+
+from sv_jax.config import ModelConfig
+from sv_jax.model.layers import Linear
+
+
+class FeedForward(nn.Module):
+    """SwiGLU over F channels, x [B, T, d] -> [B, T, d]."""
+
+    config: ModelConfig
+    dtype: str
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        config = self.config
+
+        def linear(name: str, features: int, axes: tuple[str, str]) -> Linear:
+            return Linear(features, axes, config.mlp_bias, self.dtype, name=name)
+
+        gate = linear("gate", config.intermediate_size, ("ffn", "embed"))(x)
+        up = linear("up", config.intermediate_size, ("ffn", "embed"))(x)
+        return linear("down", config.hidden_size, ("embed", "ffn"))(nn.silu(gate) * up)

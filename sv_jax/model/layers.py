@@ -1,0 +1,154 @@
+"""The small parts of a transformer: linear maps, norms, rotary positions, embeddings."""
+
+from __future__ import annotations
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.cache_attention.reference import matmul_precision
+from sv_jax.config import ModelConfig, RopeScaling
+
+
+def multiply(kernel: jax.Array, x: jax.Array) -> jax.Array:
+    """x [..., in] times kernel [out, in], transposed -> float32 [..., out]."""
+    # Weights on the left: for the few tokens of a verify step XLA's CPU product is then 1.3 to 1.5 times
+    # as fast. The float32 result is what keeps bfloat16 on its fast path there (5 to 10 times).
+    product = jax.lax.dot_general(
+        kernel,
+        x,
+        (((1,), (x.ndim - 1,)), ((), ())),
+        precision=matmul_precision(kernel.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    return jnp.moveaxis(product, 0, -1)
+
+
+class Linear(nn.Module):
+    """y = x W^T + b with W [out, in], as checkpoints store it; accumulates in float32."""
+
+    features: int
+    axes: tuple[str, str]  # logical axes of W: (out, in)
+    use_bias: bool = False
+    dtype: str = "float32"
+    output_dtype: str | None = None  # None: dtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        init = nn.initializers.lecun_normal(in_axis=1, out_axis=0)
+        kernel = self.param(
+            "kernel",
+            nn.with_logical_partitioning(init, self.axes),
+            (self.features, x.shape[-1]),
+            self.dtype,
+        )
+        y = multiply(kernel, x)
+        if self.use_bias:
+            zeros = nn.with_logical_partitioning(nn.initializers.zeros, self.axes[:1])
+            y = y + self.param("bias", zeros, (self.features,), self.dtype)
+        return y.astype(self.output_dtype or self.dtype)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * scale over the last axis, in float32."""
+
+    epsilon: float
+    dtype: str = "float32"
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        ones = nn.with_logical_partitioning(nn.initializers.ones, (None,))
+        scale = self.param("scale", ones, (x.shape[-1],), self.dtype)
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
+        return (wide * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+class Embedding(nn.Module):
+    """Token embedding [V, d]; tied models read logits from the same table."""
+
+    vocab_size: int
+    features: int
+    dtype: str = "float32"
+
+    def setup(self) -> None:
+        init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("vocab", "embed"))
+        self.embedding = self.param("embedding", init, (self.vocab_size, self.features), self.dtype)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return jnp.take(self.embedding, tokens, axis=0)
+
+    def attend(self, hidden: jax.Array) -> jax.Array:
+        """float32 logits [..., V] of hidden [..., d]."""
+        return multiply(self.embedding, hidden)
+
+
+def _yarn_frequencies(base: np.ndarray, theta: float, dim: int, scaling: RopeScaling) -> np.ndarray:
+    """YaRN (arXiv 2309.00071): interpolate slow channels, keep fast ones, ramp between."""
+    original = scaling.original_max_position_embeddings
+
+    def channel(rotations: float) -> float:
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0, 1)
+    return base / scaling.factor * ramp + base * (1 - ramp)
+
+
+def _llama3_frequencies(base: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """Llama 3.1: wavelengths beyond the original context are stretched, middle ones blended."""
+    original = scaling.original_max_position_embeddings
+    wavelength = 2 * math.pi / base
+    blend = (original / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    blend = np.clip(blend, 0, 1)
+    return (1 - blend) * base / scaling.factor + blend * base
+
+
+def _yarn_magnitude(scaling: RopeScaling) -> float:
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
+    return mscale(1.0)
+
+
+def rope_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
+    """Angular frequencies float32[D/2] (radians a position) and the factor on cos and sin."""
+    dim, scaling = config.head_dim, config.rope_scaling
+    base = 1.0 / config.rope_theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
+    magnitude = 1.0
+    if scaling is not None:
+        if scaling.kind == "linear":
+            base = base / scaling.factor
+        elif scaling.kind == "llama3":
+            base = _llama3_frequencies(base, scaling)
+        else:
+            base = _yarn_frequencies(base, config.rope_theta, dim, scaling)
+            magnitude = _yarn_magnitude(scaling)
+    return base.astype(np.float32), magnitude
+
+
+def rope_angles(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, float32[B, T, 1, D], for absolute positions int32[B, T]."""
+    frequencies, magnitude = rope_frequencies(config)
+    angles = positions.astype(jnp.float32)[..., None] * frequencies
+    angles = jnp.concatenate([angles, angles], axis=-1)[:, :, None, :]
+    return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
+
+
+def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates x [B, T, heads, D]; channel i pairs with i + D/2 (the Hugging Face convention)."""
+    wide = x.astype(jnp.float32)
+    first, second = jnp.split(wide, 2, axis=-1)
+    return (wide * cos + jnp.concatenate([-second, first], axis=-1) * sin).astype(x.dtype)

@@ -1,0 +1,131 @@
+"""One decoder-only transformer for every family; cache in, keys and values of the new tokens out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.platform import cache_layout
+from sv_jax.config import ModelConfig
+from sv_jax.model.attention import Attention
+from sv_jax.model.cache import KVCache, LayerKV, cache_shape
+from sv_jax.model.ffn import FeedForward
+from sv_jax.model.layers import Embedding, Linear, RMSNorm, rope_angles
+from sv_jax.sharding import Sharding
+
+Params = dict[str, Any]
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + ffn(norm(x))."""
+
+    config: ModelConfig
+    window: int | None
+    dtype: str
+    sharding: Sharding
+
+    def setup(self) -> None:
+        epsilon = self.config.rms_norm_eps
+        self.attention_norm = RMSNorm(epsilon, self.dtype)
+        self.attention = Attention(self.config, self.window, self.dtype, self.sharding)
+        self.ffn_norm = RMSNorm(epsilon, self.dtype)
+        self.ffn = FeedForward(self.config, self.dtype)
+
+    def __call__(self, x: jax.Array, *attention_arguments: Any) -> tuple[jax.Array, LayerKV]:
+        with jax.named_scope("attention"):
+            attended, new_kv = self.attention(self.attention_norm(x), *attention_arguments)
+            x = self.sharding.constrain(x + attended, "batch", None, None)
+        with jax.named_scope("ffn"):
+            x = self.sharding.constrain(x + self.ffn(self.ffn_norm(x)), "batch", None, None)
+        return x, new_kv
+
+
+class Transformer(nn.Module):
+    """A target model. Hashable, so jitted functions take it as a static argument.
+
+    Layers are unrolled, each with its own cache array: per-layer choices stay plain Python, and no scan
+    copies stacked caches.
+    """
+
+    config: ModelConfig
+    dtype: str
+    sharding: Sharding
+
+    def setup(self) -> None:
+        config = self.config
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, self.dtype)
+        self.layers = [
+            Block(config, config.sliding_window(i), self.dtype, self.sharding)
+            for i in range(config.num_layers)
+        ]
+        self.final_norm = RMSNorm(config.rms_norm_eps, self.dtype)
+        if not config.tie_word_embeddings:
+            self.head = Linear(
+                config.vocab_size, ("vocab", "embed"), False, self.dtype, output_dtype="float32"
+            )
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, cache: KVCache, lengths: jax.Array, mask: jax.Array
+    ) -> tuple[jax.Array, tuple[LayerKV, ...]]:
+        """Runs T new tokens per row behind a committed prefix.
+
+        Args:
+          tokens: int32[B, T]. positions: int32[B, T], absolute. cache, lengths: the committed prefix.
+          mask: bool[B, T, T], True where new token t sees new token u (itself included).
+
+        Returns:
+          hidden [B, T, d] after the final norm, and per layer the (keys, values) of the T tokens. The
+          cache is read only; committing is the caller's.
+        """
+        x = self.sharding.constrain(self.embedding(tokens), "batch", None, None)
+        rope = rope_angles(self.config, positions)
+        new_kv = []
+        for i, block in enumerate(self.layers):
+            cached = (cache.keys[i], cache.values[i])
+            x, layer_kv = block(x, rope, positions, cached, lengths, mask, cache.layout)
+            new_kv.append(layer_kv)
+        return self.final_norm(x), tuple(new_kv)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """float32[..., V] of hidden [..., d]."""
+        with jax.named_scope("head"):
+            if self.config.tie_word_embeddings:
+                return self.embedding.attend(hidden)
+            return self.head(hidden)
+
+    def run_all(self, *arguments: Any) -> jax.Array:
+        """Forward and logits in one, so that `init` meets every parameter."""
+        return self.logits(self(*arguments)[0])
+
+
+def _init(target: Transformer, key: jax.Array) -> Params:
+    layout = cache_layout(target.sharding.platform)
+    shape = cache_shape(target.config, 1, 1, layout)
+    layers = tuple(jnp.zeros(shape, target.dtype) for _ in range(target.config.num_layers))
+    one = jnp.zeros((1, 1), jnp.int32)
+    mask = jnp.ones((1, 1, 1), bool)
+    cache = KVCache(layers, layers, layout)
+    return target.init(key, one, one, cache, one[0], mask, method=Transformer.run_all)["params"]
+
+
+def abstract_params(target: Transformer) -> Params:
+    """The parameter tree as ShapeDtypeStructs with their shardings: what a checkpoint is loaded into."""
+    boxed = jax.eval_shape(lambda: _init(target, jax.random.key(0)))
+    logical = nn.get_partition_spec(boxed)
+    return jax.tree.map(
+        lambda leaf, axes: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=target.sharding.named(*axes)
+        ),
+        nn.meta.unbox(boxed),
+        logical,
+    )
+
+
+def random_params(target: Transformer, seed: int = 0) -> Params:
+    """Random weights on their shards, for tests and for timing shapes whose weights are not at hand."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(target))
+    init = jax.jit(lambda: nn.meta.unbox(_init(target, jax.random.key(seed))), out_shardings=shardings)
+    return init()

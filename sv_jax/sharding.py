@@ -1,0 +1,124 @@
+"""One table from logical axes to mesh axes, and what follows from it for a model and a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from sv_jax.config import ModelConfig, UserError
+
+DATA, MODEL = "data", "model"
+
+LOGICAL_AXES: dict[str, str | None] = {
+    "batch": DATA,
+    "heads": MODEL,
+    "kv_heads": MODEL,
+    "ffn": MODEL,
+    "vocab": MODEL,
+    "embed": None,
+    "head_dim": None,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """A mesh ("data", "model") and the logical axes that are cut over it. Hashable: a static argument."""
+
+    mesh: Mesh
+    replicated: frozenset[str] = frozenset()  # logical axes that do not divide and stay whole
+
+    def spec(self, *logical: str | None) -> PartitionSpec:
+        """PartitionSpec of an array with these logical axes; None for an axis without a name."""
+        return PartitionSpec(
+            *(None if a is None or a in self.replicated else LOGICAL_AXES[a] for a in logical)
+        )
+
+    def named(self, *logical: str | None) -> NamedSharding:
+        return NamedSharding(self.mesh, self.spec(*logical))
+
+    def constrain(self, x: jax.Array, *logical: str | None) -> jax.Array:
+        """Pins the sharding of an intermediate array inside jit; no operation on one device."""
+        if self.mesh.size == 1:
+            return x
+        return jax.lax.with_sharding_constraint(x, self.named(*logical))
+
+    @property
+    def data_size(self) -> int:
+        return self.mesh.shape[DATA]
+
+    @property
+    def model_size(self) -> int:
+        return self.mesh.shape[MODEL]
+
+    @property
+    def platform(self) -> str:
+        return self.mesh.devices.flat[0].platform
+
+    def describe(self) -> str:
+        """One line for a person: devices, and what stays whole on each of them."""
+        text = f"mesh {self.data_size}x{self.model_size} (data x model) of {self.platform} devices"
+        if self.model_size > 1 and self.replicated:
+            whole = "attention" if "heads" in self.replicated else ""
+            whole += (" and " if whole else "") + "vocabulary" if "vocab" in self.replicated else ""
+            text += f"; {whole} replicated over model (does not divide by {self.model_size})"
+        return text
+
+
+def parse_mesh(text: str) -> tuple[int, int]:
+    """ "4x2" -> (4, 2): data shards x model shards. Raises UserError for anything else."""
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(p.isdecimal() and int(p) > 0 for p in parts):
+        raise UserError(f"--mesh {text!r} is not DATAxMODEL with two positive numbers, such as 4x2")
+    return int(parts[0]), int(parts[1])
+
+
+def ensure_devices(count: int) -> None:
+    """Makes `count` devices available, emulating them on CPU. Call before JAX is used for anything else.
+
+    Raises UserError where the platform has fewer devices and cannot emulate.
+    """
+    if count > 1 and "cpu" in (jax.config.jax_platforms or "cpu").split(","):
+        try:
+            if jax.config.jax_num_cpu_devices < count:
+                jax.config.update("jax_num_cpu_devices", count)
+        except RuntimeError:  # the backend is up already, with as many devices as it has
+            pass
+    available = jax.devices()
+    if len(available) >= count:
+        return
+    if available[0].platform == "cpu":
+        raise UserError(
+            f"a mesh of {count} devices needs JAX to emulate them, but JAX is already running with "
+            f"{len(available)}; create the mesh before anything else uses JAX"
+        )
+    raise UserError(
+        f"a mesh of {count} devices is larger than the {len(available)} {available[0].platform} devices here; "
+        f"use a smaller --mesh, or set JAX_PLATFORMS=cpu to emulate {count} devices"
+    )
+
+
+def make_sharding(config: ModelConfig, mesh_shape: tuple[int, int] = (1, 1)) -> Sharding:
+    """Sharding of a model on the first D*M devices.
+
+    Attention heads (or the vocabulary) that do not divide by M are kept whole on each device; an FFN that
+    does not divide is refused, since then nearly everything would be computed M times over.
+    """
+    data, model = mesh_shape
+    if config.intermediate_size % model:
+        divisors = [m for m in range(2, 65) if config.intermediate_size % m == 0]
+        raise UserError(
+            f"a model axis of {model} does not divide intermediate_size={config.intermediate_size}; "
+            f"allowed: 1, {', '.join(map(str, divisors))}"
+        )
+    ensure_devices(data * model)
+    replicated = set()
+    if config.num_heads % model or config.num_kv_heads % model:
+        replicated |= {"heads", "kv_heads"}
+    if config.vocab_size % model:
+        replicated.add("vocab")
+    devices = np.array(jax.devices()[: data * model]).reshape(data, model)
+    mesh = Mesh(devices, (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
+    return Sharding(mesh, frozenset(replicated))

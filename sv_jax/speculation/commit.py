@@ -1,0 +1,104 @@
+"""Commit: accepted tokens and their K/V become part of the sequence; ends and limits cut them.
+
+What lies in a row's cache, K = 3, when one of three drafted tokens is accepted (e: the recovered token):
+
+    position        0   1   2   3   4   5   6   7
+    tokens          a   b   c   r                       lengths = 3, root r at position 3, not cached
+    cache           a   b   c   .   .   .   .   .
+    draft                       r   x   y   z           verify returns the K/V of r x y z
+    accept                          x   e               path = [r, x], num_emitted = 2
+    tokens          a   b   c   r   x   e
+    cache           a   b   c   r   x   ?   ?   .       lengths = 5, root e at position 5
+                                        └───┴── written with the rest of the path, behind lengths:
+                                                does not exist, overwritten by the next step
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from sv_jax.model.cache import LayerKV
+from sv_jax.speculation.types import Acceptance, Draft, SpeculationState, Statistics
+
+
+def cut_at_ends(
+    tokens: jax.Array, num_emitted: jax.Array, room: jax.Array, eos_ids: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """How many of the emitted tokens stay, and whether the row ends with them.
+
+    Args:
+      tokens: int32[B, T]. num_emitted: int32[B], 0 for rows that emit nothing.
+      room: int32[B], tokens that the row's limit still allows.
+      eos_ids: int32[B, E]; the first of them among the emitted tokens stays and ends the row.
+
+    Returns:
+      (num_emitted int32[B], finished bool[B]).
+    """
+    slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    is_eos = jnp.any(tokens[:, :, None] == eos_ids[:, None, :], axis=-1)
+    is_eos = is_eos & (slots < num_emitted[:, None])
+    through_eos = jnp.min(jnp.where(is_eos, slots + 1, tokens.shape[1] + 1), axis=1)
+    kept = jnp.minimum(jnp.minimum(num_emitted, room), through_eos)
+    return kept, (kept == through_eos) | (kept >= room)
+
+
+def append_tokens(buffer: jax.Array, new: jax.Array, starts: jax.Array) -> jax.Array:
+    """Writes new int32[B, T] into buffer int32[B, N] at starts[b]; needs starts + T <= N."""
+
+    def row(old: jax.Array, update: jax.Array, start: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(old, update, (start,))
+
+    return jax.vmap(row)(buffer, new, starts)
+
+
+def gather_path(new_kv: tuple[LayerKV, ...], path: jax.Array) -> tuple[LayerKV, ...]:
+    """K/V [B, T, K, D] of a tree's nodes -> of the accepted path, in order of position.
+
+    Chains are gathered too: it costs nothing, and it orders the cache write behind the logits. Without
+    that dependency XLA copies every cache in every step.
+    """
+    index = path[:, :, None, None]
+    return tuple(
+        (jnp.take_along_axis(k, index, axis=1), jnp.take_along_axis(v, index, axis=1)) for k, v in new_kv
+    )
+
+
+def _count(state: SpeculationState, draft: Draft, acceptance: Acceptance, kept: jax.Array) -> Statistics:
+    counts = state.statistics
+    live = ~state.finished
+    emitted = jax.nn.one_hot(kept, counts.histogram.shape[1], dtype=jnp.int32)
+    drafted = jnp.where(live, draft.num_drafted, 0)
+    accepted = jnp.where(live, jnp.minimum(kept, acceptance.num_emitted - 1), 0)
+    return Statistics(
+        histogram=counts.histogram + emitted * live[:, None],
+        drafted=counts.drafted + drafted,
+        accepted=counts.accepted + accepted,
+        steps_with_draft=counts.steps_with_draft + (drafted > 0),
+        steps=counts.steps + 1,
+        plain_steps=counts.plain_steps + ~jnp.any(drafted > 0),
+    )
+
+
+def commit(
+    state: SpeculationState, draft: Draft, new_kv: tuple[LayerKV, ...], acceptance: Acceptance
+) -> SpeculationState:
+    """lengths += what was emitted; a finished row emits 0, an EOS token or the limit truncates.
+
+    The caller guarantees capacity: lengths + T <= cache.capacity for every row, finished ones too.
+    """
+    with jax.named_scope("commit"):
+        emitted = jnp.where(state.finished, 0, acceptance.num_emitted)
+        room = state.limits - (state.lengths + 1)
+        kept, ended = cut_at_ends(acceptance.tokens, emitted, room, state.eos_ids)
+        kept = jnp.where(state.finished, 0, kept)
+        return dataclasses.replace(
+            state,
+            cache=state.cache.write(gather_path(new_kv, acceptance.path), state.lengths),
+            tokens=append_tokens(state.tokens, acceptance.tokens, state.lengths + 1),
+            lengths=state.lengths + kept,
+            finished=state.finished | ended,
+            statistics=_count(state, draft, acceptance, kept),
+        )

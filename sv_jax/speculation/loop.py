@@ -1,0 +1,98 @@
+"""The loop: propose, verify, accept, commit, in jitted slices of steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.platform import plain_step_tokens
+from sv_jax.model.cache import LayerKV
+from sv_jax.model.transformer import Params, Transformer
+from sv_jax.speculation.accept import accept_greedy
+from sv_jax.speculation.commit import commit
+from sv_jax.speculation.state import constrain_state
+from sv_jax.speculation.tree import ancestor_mask, node_depths
+from sv_jax.speculation.types import Acceptance, Draft, Drafter, SpeculationState
+from sv_jax.speculation.verify import verify
+
+
+def prune(draft: Draft, max_depth: jax.Array) -> Draft:
+    """Empties the slots of nodes deeper than max_depth int32[B]: they could not be emitted."""
+    too_deep = node_depths(ancestor_mask(draft.parents)) > max_depth[:, None]
+    return dataclasses.replace(draft, parents=jnp.where(too_deep, -1, draft.parents))
+
+
+def _narrow(draft: Draft, num_nodes: int) -> Draft:
+    return Draft(draft.tokens[:, :num_nodes], draft.parents[:, :num_nodes])
+
+
+def _widen(x: jax.Array, num_nodes: int) -> jax.Array:
+    return jnp.pad(x, [(0, 0), (0, num_nodes - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+
+
+def step(target: Transformer, params: Params, drafter: Drafter, state: SpeculationState) -> SpeculationState:
+    """One step of every row. Where no row has a draft it costs what a plain decode step does.
+
+    The caller guarantees lengths + T <= cache.capacity for every row (T = K + 1, and the plain width).
+    """
+    with jax.named_scope("propose"):
+        # A row with room for m tokens can use m - 1 drafted ones; a finished row none.
+        useful = jnp.where(state.finished, 0, state.limits - state.lengths - 2)
+        draft = prune(drafter.propose(state), useful)
+    num_nodes = draft.tokens.shape[1]
+
+    def run(width: int) -> tuple[Acceptance, tuple[LayerKV, ...]]:
+        narrow = _narrow(draft, width)
+        verification = verify(target, params, state.cache, state.lengths, narrow)
+        acceptance = accept_greedy(narrow, verification.logits)
+        return jax.tree.map(
+            lambda x: x if x.ndim == 1 else _widen(x, num_nodes), (acceptance, verification.new_kv)
+        )
+
+    plain_width = min(
+        plain_step_tokens(target.sharding.platform, target.dtype, draft.tokens.shape[0]), num_nodes
+    )
+    if num_nodes > plain_width:
+        # The branches only read the cache; the write comes behind them, once.
+        acceptance, new_kv = jax.lax.cond(
+            jnp.any(draft.num_drafted > 0), lambda: run(num_nodes), lambda: run(plain_width)
+        )
+    else:
+        acceptance, new_kv = run(num_nodes)
+    return commit(state, draft, new_kv, acceptance)
+
+
+def has_room(state: SpeculationState, num_nodes: int) -> jax.Array:
+    """bool[]: every row, finished ones too, can take num_nodes more slots."""
+    return jnp.all(state.lengths + num_nodes <= state.cache.capacity)
+
+
+@partial(jax.jit, static_argnames=("target", "drafter"), donate_argnames=("state",))
+def decode_slice(
+    target: Transformer, params: Params, drafter: Drafter, state: SpeculationState, max_steps: jax.Array
+) -> SpeculationState:
+    """Up to `max_steps` steps on the device; ends earlier when all rows have, or when the bucket is full.
+
+    Args:
+      target, drafter: static; one program per pair, batch and bucket.
+      state: donated. Prompts are prefilled.
+      max_steps: int32[], traced: changing it does not recompile.
+
+    Returns:
+      The state after the slice. `needs_growth` tells whether the bucket stopped it.
+    """
+    num_nodes = drafter.num_speculative_tokens + 1
+
+    def proceed(carry: tuple[jax.Array, SpeculationState]) -> jax.Array:
+        done_steps, state = carry
+        return (done_steps < max_steps) & ~jnp.all(state.finished) & has_room(state, num_nodes)
+
+    def body(carry: tuple[jax.Array, SpeculationState]) -> tuple[jax.Array, SpeculationState]:
+        done_steps, state = carry
+        return done_steps + 1, constrain_state(target, step(target, params, drafter, state))
+
+    _, state = jax.lax.while_loop(proceed, body, (jnp.zeros((), jnp.int32), state))
+    return constrain_state(target, state)

@@ -1,0 +1,68 @@
+"""Prefill: prompts go through the target in chunks of a few static sizes, densely."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from sv_jax.model.transformer import Params, Transformer
+from sv_jax.speculation.commit import append_tokens, cut_at_ends
+from sv_jax.speculation.state import constrain_state
+from sv_jax.speculation.types import SpeculationState
+
+
+@partial(jax.jit, static_argnames=("target",), donate_argnames=("state",))
+def prefill_chunk(
+    target: Transformer, params: Params, state: SpeculationState, tokens: jax.Array
+) -> SpeculationState:
+    """Commits further prompt tokens of every row; a row's last one emits its first token.
+
+    Args:
+      tokens: int32[B, C], each row's prompt from lengths[b] on; beyond its prompt anything.
+
+    Rows whose prompt is already done stay as they are (what is written behind their length does not
+    exist). The caller guarantees lengths + C <= cache.capacity for every row.
+    """
+    with jax.named_scope("prefill"):
+        batch, chunk_size = tokens.shape
+        slots = jnp.arange(chunk_size, dtype=jnp.int32)
+        positions = state.lengths[:, None] + slots
+        causal = jnp.broadcast_to(slots[:, None] >= slots, (batch, chunk_size, chunk_size))
+        hidden, new_kv = target.apply(
+            {"params": params}, tokens, positions, state.cache, state.lengths, causal
+        )
+        remaining = state.prompt_lengths - state.lengths
+        fed = jnp.minimum(remaining, chunk_size)
+        completed = (remaining > 0) & (fed == remaining)
+
+        last = jnp.maximum(fed - 1, 0)[:, None, None]
+        last_hidden = jnp.take_along_axis(hidden, last, axis=1)
+        logits = target.apply({"params": params}, last_hidden, method=Transformer.logits)
+        first = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # [B, 1]
+
+        lengths = state.lengths + fed
+        # A row whose prompt is done keeps its root, which sits where the chunk would start.
+        held = jax.vmap(lambda row, start: jax.lax.dynamic_slice(row, (start,), (chunk_size,)))(
+            state.tokens, state.lengths
+        )
+        history = append_tokens(
+            state.tokens, jnp.where((remaining > 0)[:, None], tokens, held), state.lengths
+        )
+        held = jnp.take_along_axis(history, lengths[:, None], axis=1)
+        history = append_tokens(history, jnp.where(completed[:, None], first, held), lengths)
+        _, ended = cut_at_ends(
+            first, completed.astype(jnp.int32), state.limits - state.prompt_lengths, state.eos_ids
+        )
+        return constrain_state(
+            target,
+            dataclasses.replace(
+                state,
+                cache=state.cache.write(new_kv, state.lengths),
+                tokens=history,
+                lengths=lengths,
+                finished=state.finished | (completed & ended),
+            ),
+        )
