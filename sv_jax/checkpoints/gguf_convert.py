@@ -1,0 +1,162 @@
+"""GGUF file -> Hugging Face directory, once: dequantise, undo llama.cpp's renaming and row order."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from sv_jax.checkpoints import gguf_config, gguf_tokenizer, safetensors_io
+from sv_jax.checkpoints.gguf_names import ARCHITECTURES, hugging_face_name
+from sv_jax.config import UserError
+
+CONVERTER_VERSION = 1  # part of the cache key: raise it whenever the converted files change
+BLOCK_BYTES = 64 << 20  # float32 bytes dequantised at a time
+DTYPES = {"float32": safetensors_io.DTYPES["F32"], "bfloat16": safetensors_io.DTYPES["BF16"]}
+TIED_TOLERANCE = 0.3  # relative difference of two quantisations of one matrix; unrelated ones differ by 1.4
+
+
+class GgufFile:
+    """Metadata and tensors of one GGUF file, memory-mapped.
+
+    Raises UserError if the file is truncated, corrupt, or of a type that cannot be dequantised.
+    """
+
+    def __init__(self, path: Path):
+        from gguf import GGUFReader  # here: it is slow to import and a second start never needs it
+
+        try:
+            reader = GGUFReader(path)
+            self.metadata: dict[str, Any] = {key: field.contents() for key, field in reader.fields.items()}
+        except (ValueError, IndexError, KeyError, OverflowError, OSError) as error:
+            raise UserError(f"{path} is truncated or not a GGUF file: {error}") from error
+        self.path = path
+        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self._check_types()
+
+    def _check_types(self) -> None:
+        from gguf.quants import _type_traits
+
+        allowed = sorted({"F32", "F16"} | {kind.name for kind in _type_traits})
+        for tensor in self.tensors.values():
+            if tensor.tensor_type.name not in allowed:
+                raise UserError(
+                    f"GGUF tensor {tensor.name!r} has type {tensor.tensor_type.name}; "
+                    f"allowed: {', '.join(allowed)}"
+                )
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape as numpy has it: [rows, columns] of a matrix."""
+        return tuple(int(size) for size in reversed(self.tensors[name].shape))
+
+    def blocks(self, name: str, order: np.ndarray | None = None) -> Iterator[np.ndarray]:
+        """float32 rows of a tensor in blocks of about BLOCK_BYTES; `order` picks rows in another order.
+
+        Rows are quantised one by one, so they can be reordered before they are dequantised.
+        """
+        shape = self.shape(name)
+        if len(shape) == 1:
+            yield self._rows(name, slice(None)) if order is None else self._rows(name, slice(None))[order]
+            return
+        step = max(1, BLOCK_BYTES // (4 * int(np.prod(shape[1:]))))
+        for start in range(0, shape[0], step):
+            rows = slice(start, start + step)
+            yield self._rows(name, rows if order is None else order[rows])
+
+    def _rows(self, name: str, rows: slice | np.ndarray) -> np.ndarray:
+        from gguf.quants import dequantize
+
+        tensor = self.tensors[name]
+        return dequantize(np.ascontiguousarray(tensor.data[rows]), tensor.tensor_type)
+
+
+def interleaved_to_halves(rows: int, heads: int) -> np.ndarray:
+    """Where each Hugging Face row of a query or key matrix lies in a `llama` GGUF, [rows].
+
+    Per head llama.cpp stores RoPE pairs side by side (0 0' 1 1' 2 2'), Hugging Face in two halves
+    (0 1 2 0' 1' 2').
+    """
+    return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(rows)
+
+
+def convert(path: Path, directory: Path, dtype: str, *, title: str, progress: bool = True) -> None:
+    """Write the Hugging Face directory of the GGUF file `path` into the existing, empty `directory`.
+
+    dtype: "float32" or "bfloat16". title: shown in the progress bar.
+    Raises UserError for what cannot be converted: architecture, tokenizer, rope scaling, tensor types,
+    tensors without a name in the architecture's table.
+    """
+    file = GgufFile(path)
+    architecture = ARCHITECTURES[gguf_config.architecture_name(file.metadata)]
+    if "token_embd.weight" not in file.tensors:
+        raise UserError(f"{path} lacks the tensor token_embd.weight")
+    source_of, tied = _sources(file)
+    vocab_size = file.shape(source_of["model.embed_tokens.weight"])[0]
+    config = gguf_config.config_dict(file.metadata, set(file.tensors), vocab_size, tied=tied)
+    factors = next(file.blocks("rope_freqs.weight")) if "rope_freqs.weight" in file.tensors else None
+    config["rope_scaling"] = gguf_config.rope_scaling(file.metadata, config, factors)
+    config["torch_dtype"] = dtype
+    tokenizer, tokenizer_config = gguf_tokenizer.build(file.metadata)
+
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    pending: list[safetensors_io.Pending] = []
+    bar = tqdm(
+        desc=f"dequantising {title}", total=len(source_of), unit="tensor", disable=not progress, leave=False
+    )
+    for name, stored in source_of.items():
+        part = name.split(".")[-2]
+        permuted = architecture.permuted and part in heads
+        order = interleaved_to_halves(file.shape(stored)[0], heads[part]) if permuted else None
+        pending.append((name, file.shape(stored), functools.partial(_counted, file, stored, order, bar)))
+    with bar:
+        safetensors_io.write_shards(directory, pending, DTYPES[dtype])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    _write_json(directory / "tokenizer_config.json", tokenizer_config)
+    _write_json(directory / "generation_config.json", gguf_config.generation_config(file.metadata))
+    _write_json(directory / "config.json", config)
+
+
+def _counted(file: GgufFile, stored: str, order: np.ndarray | None, bar: tqdm) -> Iterator[np.ndarray]:
+    yield from file.blocks(stored, order)
+    bar.update()
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _sources(file: GgufFile) -> tuple[dict[str, str], bool]:
+    """({Hugging Face name: GGUF name}, whether head and embedding are tied)."""
+    architecture = ARCHITECTURES[file.metadata["general.architecture"]]
+    used, skipped = architecture.tied_duplicate
+    names = {name: hugging_face_name(architecture, name) for name in file.tensors}
+    unknown = sorted(name for name, to in names.items() if to is None and name not in architecture.skipped)
+    if unknown:
+        names_of = ", ".join(unknown[:10])
+        raise UserError(
+            f"{file.path.name} holds {len(unknown)} tensors without a place in the model: {names_of}"
+        )
+    sources = {to: name for name, to in names.items() if to is not None}
+    tied = used not in file.tensors
+    if not tied and _same_matrix(file, used, skipped):
+        tied = True
+        del sources["lm_head.weight"]
+        sources["model.embed_tokens.weight"] = used
+    return sources, tied
+
+
+def _same_matrix(file: GgufFile, one: str, other: str) -> bool:
+    """Whether two tensors are quantisations of one matrix, judged on rows spread over it.
+
+    GGUF does not say whether embeddings are tied; some converters write the shared matrix twice.
+    """
+    if file.shape(one) != file.shape(other):
+        return False
+    rows = np.unique(np.linspace(0, file.shape(one)[0] - 1, 256).astype(np.int64))
+    a, b = file._rows(one, rows), file._rows(other, rows)
+    return float(np.linalg.norm(a - b)) <= TIED_TOLERANCE * float(np.linalg.norm(a))

