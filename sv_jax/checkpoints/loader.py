@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from sv_jax.checkpoints.resolve import Checkpoint
 
 LinearLayout = Literal["out_in", "in_out"]
-READ_BYTES = 64 << 20  # read and converted at a time; bounds host memory next to the finished slice
+READ_BYTES = 128 << 20  # read and converted at a time; bounds host memory next to the finished slice
 PENDING_BYTES = 512 << 20  # host slices that may wait for their transfer to an accelerator
 
 
@@ -110,23 +111,21 @@ def read_slice(
     transpose: the parameter is the file's matrix transposed, so the file is asked for swapped bounds.
     Blocks of rows are converted straight into the result: besides it, memory holds one block.
     """
-    out = np.empty([stop - start for start, stop in bounds], dtype)
-    view = out.T if transpose else out
-    inside = [slice(start, stop) for start, stop in (bounds[::-1] if transpose else bounds)]
-    if not view.size:
-        return out
-    first, rest = inside[0], tuple(inside[1:])
-    row_bytes = max(1, view[0].size * 4)
-    step = max(1, READ_BYTES // row_bytes)
-    for start in range(first.start, first.stop, step):
-        stop = min(start + step, first.stop)
-        block = source.read(name, (slice(start, stop), *rest))
-        view[start - first.start : stop - first.start] = block.astype(dtype, copy=False)
+    shape = [stop - start for start, stop in bounds]
+    rows, *rest = [slice(start, stop) for start, stop in (bounds[::-1] if transpose else bounds)]
+    step = max(1, READ_BYTES // max(1, math.prod(part.stop - part.start for part in rest) * 4))
+    if step >= rows.stop - rows.start:  # small: convert what was read, without a copy where possible
+        block = source.read(name, (rows, *rest))
+        return np.ascontiguousarray(block.T if transpose else block, dtype)
+    out = np.empty(shape, dtype)
+    for start in range(rows.start, rows.stop, step):
+        block = source.read(name, (slice(start, min(start + step, rows.stop)), *rest))
+        (out.T if transpose else out)[start - rows.start :][: len(block)] = block
     return out
 
 
 def _bytes(leaf) -> int:
-    return int(np.prod(leaf.shape, dtype=np.int64)) * np.dtype(leaf.dtype).itemsize
+    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
