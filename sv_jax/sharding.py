@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import jax
@@ -80,12 +81,10 @@ def ensure_devices(count: int) -> None:
 
     Raises UserError where the platform has fewer devices and cannot emulate.
     """
-    if count > 1 and "cpu" in (jax.config.jax_platforms or "cpu").split(","):
-        try:
-            if jax.config.jax_num_cpu_devices < count:
-                jax.config.update("jax_num_cpu_devices", count)
-        except RuntimeError:  # the backend is up already, with as many devices as it has
-            pass
+    if count > 1:
+        # Harmless where CPU is not the platform; RuntimeError: the backend is up, with what it has.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", count)
     available = jax.devices()
     if len(available) >= count:
         return
@@ -95,8 +94,8 @@ def ensure_devices(count: int) -> None:
             f"{len(available)}; create the mesh before anything else uses JAX"
         )
     raise UserError(
-        f"a mesh of {count} devices is larger than the {len(available)} {available[0].platform} devices here; "
-        f"use a smaller --mesh, or set JAX_PLATFORMS=cpu to emulate {count} devices"
+        f"a mesh of {count} devices is larger than the {len(available)} {available[0].platform} devices "
+        f"here; use a smaller --mesh, or set JAX_PLATFORMS=cpu to emulate {count} devices"
     )
 
 

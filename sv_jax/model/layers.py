@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -27,6 +28,14 @@ def multiply(kernel: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.moveaxis(product, 0, -1)
 
 
+def parameter(
+    module: nn.Module, name: str, init: nn.initializers.Initializer, axes: tuple[str | None, ...], *shape: Any
+) -> jax.Array:
+    """Declares one parameter: `shape` holds shape and dtype; its sharding follows from the logical axes."""
+    value = module.param(name, nn.with_logical_partitioning(init, axes), *shape)
+    return cast(jax.Array, value)
+
+
 class Linear(nn.Module):
     """y = x W^T + b with W [out, in], as checkpoints store it; accumulates in float32."""
 
@@ -39,16 +48,11 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         init = nn.initializers.lecun_normal(in_axis=1, out_axis=0)
-        kernel = self.param(
-            "kernel",
-            nn.with_logical_partitioning(init, self.axes),
-            (self.features, x.shape[-1]),
-            self.dtype,
-        )
-        y = multiply(kernel, x)
+        shape = (self.features, x.shape[-1])
+        y = multiply(parameter(self, "kernel", init, self.axes, shape, self.dtype), x)
         if self.use_bias:
-            zeros = nn.with_logical_partitioning(nn.initializers.zeros, self.axes[:1])
-            y = y + self.param("bias", zeros, (self.features,), self.dtype)
+            zeros = nn.initializers.zeros
+            y = y + parameter(self, "bias", zeros, self.axes[:1], (self.features,), self.dtype)
         return y.astype(self.output_dtype or self.dtype)
 
 
@@ -60,8 +64,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        ones = nn.with_logical_partitioning(nn.initializers.ones, (None,))
-        scale = self.param("scale", ones, (x.shape[-1],), self.dtype)
+        scale = parameter(self, "scale", nn.initializers.ones, (None,), (x.shape[-1],), self.dtype)
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
         return (wide * scale.astype(jnp.float32)).astype(x.dtype)
@@ -75,8 +78,8 @@ class Embedding(nn.Module):
     dtype: str = "float32"
 
     def setup(self) -> None:
-        init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("vocab", "embed"))
-        self.embedding = self.param("embedding", init, (self.vocab_size, self.features), self.dtype)
+        init, shape = nn.initializers.normal(0.02), (self.vocab_size, self.features)
+        self.embedding = parameter(self, "embedding", init, ("vocab", "embed"), shape, self.dtype)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         return jnp.take(self.embedding, tokens, axis=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -99,6 +99,24 @@ class Transformer(nn.Module):
     def run_all(self, *arguments: Any) -> jax.Array:
         """Forward and logits in one, so that `init` meets every parameter."""
         return self.logits(self(*arguments)[0])
+
+
+def forward(
+    target: Transformer,
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    cache: KVCache,
+    lengths: jax.Array,
+    mask: jax.Array,
+) -> tuple[jax.Array, tuple[LayerKV, ...]]:
+    """`Transformer.__call__` as a pure function of parameters."""
+    return cast(Any, target.apply({"params": params}, tokens, positions, cache, lengths, mask))
+
+
+def compute_logits(target: Transformer, params: Params, hidden: jax.Array) -> jax.Array:
+    """`Transformer.logits` as a pure function of parameters."""
+    return cast(jax.Array, target.apply({"params": params}, hidden, method=Transformer.logits))
 
 
 def _init(target: Transformer, key: jax.Array) -> Params:

@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from sv_jax.model.transformer import Params, Transformer
+from sv_jax.model.transformer import Params, Transformer, compute_logits, forward
 from sv_jax.speculation.commit import append_tokens, cut_at_ends
 from sv_jax.speculation.state import constrain_state
 from sv_jax.speculation.types import SpeculationState
@@ -31,16 +31,14 @@ def prefill_chunk(
         slots = jnp.arange(chunk_size, dtype=jnp.int32)
         positions = state.lengths[:, None] + slots
         causal = jnp.broadcast_to(slots[:, None] >= slots, (batch, chunk_size, chunk_size))
-        hidden, new_kv = target.apply(
-            {"params": params}, tokens, positions, state.cache, state.lengths, causal
-        )
+        hidden, new_kv = forward(target, params, tokens, positions, state.cache, state.lengths, causal)
         remaining = state.prompt_lengths - state.lengths
         fed = jnp.minimum(remaining, chunk_size)
         completed = (remaining > 0) & (fed == remaining)
 
         last = jnp.maximum(fed - 1, 0)[:, None, None]
         last_hidden = jnp.take_along_axis(hidden, last, axis=1)
-        logits = target.apply({"params": params}, last_hidden, method=Transformer.logits)
+        logits = compute_logits(target, params, last_hidden)
         first = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # [B, 1]
 
         lengths = state.lengths + fed

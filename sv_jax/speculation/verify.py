@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from sv_jax.model.cache import KVCache
-from sv_jax.model.transformer import Params, Transformer
+from sv_jax.model.transformer import Params, Transformer, compute_logits, forward
 from sv_jax.speculation.tree import ancestor_mask, node_depths
 from sv_jax.speculation.types import Draft, Verification
 
@@ -25,6 +25,6 @@ def verify(
     with jax.named_scope("verify"):
         ancestors = ancestor_mask(draft.parents)
         positions = lengths[:, None] + node_depths(ancestors)
-        hidden, new_kv = target.apply({"params": params}, draft.tokens, positions, cache, lengths, ancestors)
-        logits = target.apply({"params": params}, hidden, method=Transformer.logits)
+        hidden, new_kv = forward(target, params, draft.tokens, positions, cache, lengths, ancestors)
+        logits = compute_logits(target, params, hidden)
         return Verification(target.sharding.constrain(logits, "batch", None, "vocab"), new_kv)
