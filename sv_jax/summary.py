@@ -1,0 +1,87 @@
+"""What a run measured, in lines for a person."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # importing the engine imports JAX, which --help must not wait for
+    from sv_jax.engine import LosslessReport
+
+BAR_WIDTH = 40
+DENSE = (
+    "verification was dense (every cached position was read), so the output equals plain greedy decoding "
+    "up to near-ties"
+)
+
+
+def jsonable(value: Any) -> Any:
+    """`value` without NaN and infinities, which JSON does not have: they become null."""
+    if isinstance(value, Mapping):
+        return {key: jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def summary_lines(stats: Mapping[str, Any], rows: int) -> list[str]:
+    """The summary of GenerationStats.as_dict()."""
+    lines = [
+        ("tokens", f"{stats['emitted_tokens']} in {rows} {'rows' if rows > 1 else 'row'}"),
+        ("speed", f"{_number(stats['tokens_per_second'], 1)} tokens/s"),
+        ("latency", _latency(stats)),
+        ("acceptance", f"{_number(stats['mean_acceptance_length'], 2)} tokens per row and step on average"),
+        ("drafts", _drafts(stats)),
+        ("steps", f"{stats['verify_steps']} verify steps, {stats['plain_steps']} of them without any draft"),
+        ("startup", f"compile {_number(stats['compile_seconds'], 1)} s, "
+                    f"load {_number(stats['load_seconds'], 1)} s"),
+    ]  # fmt: skip
+    text = [f"{name:<11} {value}" for name, value in lines]
+    return [*text, *histogram_lines(stats["acceptance_histogram"]), DENSE]
+
+
+def histogram_lines(histogram: Sequence[int]) -> list[str]:
+    """One bar per number of tokens; histogram[i] row-steps emitted i + 1."""
+    total, most = sum(histogram), max(histogram, default=0)
+    if not total:
+        return []
+    lines = ["row-steps by tokens emitted:"]
+    for i, count in enumerate(histogram):
+        # A count that is not zero is visible.
+        bar = "#" * math.ceil(BAR_WIDTH * count / most)
+        lines.append(f"{i + 1:>11} {bar:<{BAR_WIDTH}} {count} ({100 * count / total:.0f} %)")
+    return lines
+
+
+def lossless_lines(report: LosslessReport) -> list[str]:
+    """The comparison with plain decoding; each divergence with how close the two tokens were."""
+    lines = [f"compared with plain decoding: {report.identical_rows} of {report.rows} rows are identical"]
+    for d in report.divergences:
+        lines.append(
+            f"row {d.row + 1} differs at output token {d.index}: speculative {d.speculative_token}, "
+            f"plain {d.plain_token}, top-2 gap {d.top2_gap:.2e}"
+        )
+    verdict = "lossless" if report.lossless else "NOT lossless: a divergence is no near-tie"
+    return [*lines, verdict]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "n/a" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "n/a" if value is None or not math.isfinite(value) else f"{100 * value:.0f} %"
+
+
+def _latency(stats: Mapping[str, Any]) -> str:
+    first, later = stats["ttft_seconds"], stats["tpot_seconds"]
+    per_token = None if later is None else 1000 * later
+    return f"first token (TTFT) {_number(first, 2)} s, each further one (TPOT) {_number(per_token, 1)} ms"
+
+
+def _drafts(stats: Mapping[str, Any]) -> str:
+    rate, coverage = stats["draft_acceptance_rate"], stats["draft_coverage"]
+    if rate is None:
+        return "none"
+    return f"{_percent(rate)} of drafted tokens accepted; {_percent(coverage)} of row-steps had a draft"
