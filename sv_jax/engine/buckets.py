@@ -1,0 +1,51 @@
+"""Which static sizes a request runs in: cache buckets and prefill chunks. Pure arithmetic."""
+
+from __future__ import annotations
+
+SMALLEST_BUCKET = 512
+BUCKET_MULTIPLE = 128  # every cache capacity is a multiple: whole blocks of any allowed block size
+CHUNK_SIZES = (32, 128, 512)
+SCORE_BYTES = 512 << 20  # float32 attention scores that one prefill chunk may take on one device
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def largest_bucket(max_model_len: int, num_nodes: int) -> int:
+    """Slots that a full context needs: a step writes num_nodes slots at a row's length."""
+    return round_up(max_model_len + num_nodes, BUCKET_MULTIPLE)
+
+
+def bucket_for(slots: int, largest: int) -> int:
+    """The smallest bucket (512, 1k, 2k, .. or the largest) with at least `slots` slots."""
+    if slots > largest:
+        raise ValueError(f"{slots} slots do not fit the largest bucket of {largest}")
+    bucket = SMALLEST_BUCKET
+    while bucket < slots:
+        bucket *= 2
+    return min(bucket, largest)
+
+
+def largest_chunk(rows: int, heads: int, slots: int, *, emulated: bool) -> int:
+    """The largest prefill chunk whose scores [rows, heads, chunk, slots] stay within SCORE_BYTES.
+
+    Args:
+      rows, heads: per device. slots: cache bucket that the prompt ends in.
+      emulated: several devices share this host's cores. Chunks stay small then: every device waits in
+        each collective for all the others to finish the same part.
+    """
+    limit = SCORE_BYTES // (4 * rows * heads * slots)
+    if emulated:
+        limit = min(limit, 128)
+    return max((size for size in CHUNK_SIZES if size <= limit), default=CHUNK_SIZES[0])
+
+
+def next_chunk(offset: int, total: int, largest_size: int, capacity_limit: int) -> int:
+    """Size of the chunk that starts at `offset` of prompts with up to `total` tokens.
+
+    The smallest size that holds what is left, or the largest there is, as far as it fits the largest cache.
+    """
+    sizes = [s for s in CHUNK_SIZES if s <= largest_size and offset + s <= capacity_limit]
+    fitting = [s for s in sizes if s >= total - offset]
+    return fitting[0] if fitting else sizes[-1]

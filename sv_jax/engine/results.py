@@ -1,0 +1,103 @@
+"""What a call of `generate` returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+FinishReason = Literal["stop", "length", "interrupted"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchOutcome:
+    """Host copies of what one batch emitted and counted, without the rows that pad it."""
+
+    token_ids: list[list[int]]
+    finish_reasons: list[FinishReason]
+    histogram: np.ndarray  # int[K + 2], index i: row-steps that emitted i tokens
+    drafted: int
+    accepted: int
+    steps_with_draft: int
+    steps: int
+    plain_steps: int
+    first_token_seconds: float  # these three without compilation
+    decode_seconds: float
+    row_decode_seconds: list[float]  # first token to last, as seen between slices
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOutput:
+    """One prompt's output. An EOS id is in token_ids, never in text."""
+
+    prompt_tokens: int
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason  # "interrupted": the caller's should_stop ended the run
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationStats:
+    """Counts and times of one call. No time includes compilation; compile_seconds has it apart.
+
+    The token that a prefill emits counts in emitted_tokens, not in acceptance.
+    """
+
+    emitted_tokens: int
+    tokens_per_second: float | None  # decode tokens of all rows over decode seconds
+    ttft_seconds: float  # start of the call to the first token of the first batch
+    tpot_seconds: float | None  # decode seconds over decode tokens of a row, mean over rows
+    mean_acceptance_length: float | None  # emitted tokens per row and step, bonus included
+    acceptance_histogram: list[int]  # index i: row-steps that emitted i + 1 tokens
+    draft_acceptance_rate: float | None  # accepted / drafted; None: nothing was drafted
+    draft_coverage: float | None  # share of row-steps with a draft
+    verify_steps: int  # target passes after prefill
+    plain_steps: int  # those of them that no row had a draft for
+    compile_seconds: float
+    load_seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationResult:
+    outputs: list[RequestOutput]
+    stats: GenerationStats
+    interrupted: bool = False
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None
+
+
+def summarise(
+    outcomes: Sequence[BatchOutcome], compile_seconds: float, load_seconds: float
+) -> GenerationStats:
+    """The figures of all batches of a call together."""
+    histogram = np.sum([outcome.histogram for outcome in outcomes], axis=0)
+    row_steps = int(histogram.sum())
+    emitted_by_steps = int((histogram * np.arange(len(histogram))).sum())
+    drafted = sum(outcome.drafted for outcome in outcomes)
+    pace = [
+        seconds / (len(ids) - 1)
+        for outcome in outcomes
+        for ids, seconds in zip(outcome.token_ids, outcome.row_decode_seconds)
+        if len(ids) > 1
+    ]
+    return GenerationStats(
+        emitted_tokens=sum(len(ids) for outcome in outcomes for ids in outcome.token_ids),
+        tokens_per_second=_ratio(emitted_by_steps, sum(outcome.decode_seconds for outcome in outcomes)),
+        ttft_seconds=outcomes[0].first_token_seconds,
+        tpot_seconds=_ratio(sum(pace), len(pace)),
+        mean_acceptance_length=_ratio(emitted_by_steps, row_steps),
+        acceptance_histogram=histogram[1:].tolist(),
+        draft_acceptance_rate=_ratio(sum(outcome.accepted for outcome in outcomes), drafted),
+        draft_coverage=_ratio(sum(outcome.steps_with_draft for outcome in outcomes), row_steps),
+        verify_steps=sum(outcome.steps for outcome in outcomes),
+        plain_steps=sum(outcome.plain_steps for outcome in outcomes),
+        compile_seconds=compile_seconds,
+        load_seconds=load_seconds,
+    )
