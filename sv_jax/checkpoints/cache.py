@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import time
@@ -39,17 +40,30 @@ def _home() -> Path:
         return Path(tempfile.gettempdir())
 
 
-def fallback_directory() -> Path:
-    """A directory under the temporary directory that only this user can write."""
+def fallback_path() -> Path:
+    """Where files go when the cache directory cannot be written; the same at every start."""
     user = str(os.getuid()) if hasattr(os, "getuid") else "user"
-    path = Path(tempfile.gettempdir()) / f"sv_jax-{user}"
+    return Path(tempfile.gettempdir()) / f"sv_jax-{user}"
+
+
+def is_own(path: Path) -> bool:
+    """Whether `path` is a directory of this user.
+
+    The fallback's name is predictable, so on a shared machine somebody else may have made it first.
+    """
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and (not hasattr(os, "getuid") or status.st_uid == os.getuid())
+
+
+def fallback_directory() -> Path:
+    """`fallback_path()`, created; another temporary directory if it is not ours to use."""
+    path = fallback_path()
     with contextlib.suppress(OSError):
         path.mkdir(mode=0o700, exist_ok=True)
-    # The name is predictable, so on a shared machine somebody else may own it: never trust that.
-    owned = path.is_dir() and not path.is_symlink() and is_writable(path)
-    if owned and (not hasattr(os, "getuid") or path.stat().st_uid == os.getuid()):
-        return path
-    return Path(tempfile.mkdtemp(prefix="sv_jax-"))
+    return path if is_own(path) and is_writable(path) else Path(tempfile.mkdtemp(prefix="sv_jax-"))
 
 
 def is_writable(directory: Path) -> bool:

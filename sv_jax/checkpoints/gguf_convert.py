@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from sv_jax.checkpoints import cache as caches
 from sv_jax.checkpoints import gguf_config, gguf_tokenizer, safetensors_io
 from sv_jax.checkpoints.gguf_names import ARCHITECTURES, hugging_face_name
 from sv_jax.config import UserError
@@ -63,7 +65,7 @@ class GgufFile:
         if len(shape) == 1:
             yield self._rows(name, slice(None)) if order is None else self._rows(name, slice(None))[order]
             return
-        step = max(1, BLOCK_BYTES // (4 * int(np.prod(shape[1:]))))
+        step = max(1, BLOCK_BYTES // (4 * math.prod(shape[1:])))
         for start in range(0, shape[0], step):
             rows = slice(start, start + step)
             yield self._rows(name, rows if order is None else order[rows])
@@ -113,6 +115,7 @@ def convert(path: Path, directory: Path, dtype: str, *, title: str, progress: bo
         permuted = architecture.permuted and part in heads
         order = interleaved_to_halves(file.shape(stored)[0], heads[part]) if permuted else None
         pending.append((name, file.shape(stored), functools.partial(_counted, file, stored, order, bar)))
+    caches.check_space(directory, sum(math.prod(shape) for _, shape, _ in pending) * DTYPES[dtype].itemsize)
     with bar:
         safetensors_io.write_shards(directory, pending, DTYPES[dtype])
     tokenizer.save(str(directory / "tokenizer.json"))

@@ -17,8 +17,6 @@ from sv_jax.checkpoints.tokenizer import Tokenizer, special_tokens, token_id
 from sv_jax.config import ModelConfig, UserError
 
 PROVENANCE_NAME = "sv_jax_provenance.json"
-# A converted float32 directory per quantised byte: 4-bit files grow eightfold, plus scales and JSON.
-GROWTH = {"float32": 9, "bfloat16": 5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,14 +134,14 @@ def _converted_name(stem: str, dtype: str, key: str) -> Path:
 
 def _find_converted(relative: Path, cache: Path) -> Checkpoint | None:
     """A finished conversion in `cache` or, when that was not writable before, in its replacement."""
-    for directory in (cache / relative, caches.fallback_directory() / relative):
+    roots = [cache, caches.fallback_path()] if caches.is_own(caches.fallback_path()) else [cache]
+    for directory in (root / relative for root in roots):
         if (directory / PROVENANCE_NAME).exists():
             return _from_directory(directory, read_json(directory / PROVENANCE_NAME)["provenance"])
     return None
 
 
 def _convert(gguf: Path, target: Path, dtype: str, record: dict, cache: Path, progress: bool) -> Checkpoint:
-    caches.check_space(cache, gguf.stat().st_size * (4 if dtype == "float32" else 2))
     with caches.scratch_directory(cache) as scratch, caches.disk_errors(cache):
         work = scratch / "converted"
         work.mkdir()

