@@ -108,14 +108,15 @@ def _files(directory: Path, listed: dict[str, str]) -> list[Path]:
         paths = [directory / name for name in names]
     else:
         paths = sorted(directory.glob("model*.safetensors")) or sorted(directory.glob("*.safetensors"))
-    if missing := [path.name for path in [*paths, *_unseen_parts(paths)] if not path.exists()]:
+    wanted = dict.fromkeys([*paths, *_parts_by_name(paths)])
+    if missing := [path.name for path in wanted if not path.exists()]:
         raise UserError(f"{directory} lacks {len(missing)} weight files: {_some(missing)}")
     if not paths:
         _raise_no_weights(directory)
     return paths
 
 
-def _unseen_parts(paths: Sequence[Path]) -> Iterator[Path]:
+def _parts_by_name(paths: Sequence[Path]) -> Iterator[Path]:
     """Without an index the names alone (-00001-of-00003) say whether a shard is missing."""
     for path in paths:
         if match := _PART.search(path.name):

