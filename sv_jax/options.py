@@ -32,7 +32,7 @@ class Option:
             return ", ".join(self.choices)
         return {
             "text": "text that is not empty",
-            "texts": "text, or a list of texts, none of them empty",
+            "texts": "text that is not blank, or a list of such texts",
             "number": f"a whole number of at least {self.minimum}",
             "flag": "true or false",
         }[self.kind]
@@ -112,13 +112,15 @@ def check_value(option: Option, value: Any, label: str) -> Any:
     refusal = UserError(f"{label} {value!r} is not allowed; allowed: {option.allowed}")
     if option.kind == "texts":
         texts = (value,) if isinstance(value, str) else value
-        if not isinstance(texts, list | tuple) or not all(isinstance(t, str) and t for t in texts):
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
             raise refusal
+        if blank := [text for text in texts if not text.strip()]:
+            raise UserError(f"{label} {blank[0]!r} is not allowed; allowed: {option.allowed}")
         return tuple(texts)
     expected: type = {"text": str, "number": int, "flag": bool}[option.kind]
     if type(value) is not expected:  # exact: True is an int, too
         raise refusal
-    if option.kind == "number" and value < option.minimum:
+    if isinstance(value, int) and value < option.minimum:
         raise refusal
     if option.kind == "text" and (not value or (option.choices and value not in option.choices)):
         raise refusal
