@@ -90,7 +90,7 @@ def _read_index(directory: Path) -> dict[str, str]:
     if not path.exists():
         return {}
     try:
-        listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        listed = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a safetensors index: {error!r}") from error
     return {str(name): str(file) for name, file in listed.items()}
