@@ -30,8 +30,8 @@ SUMMARY = """Summarize this report in three sentences, using its own words where
 The lighthouse on the northern cape was built in 1871 after two ships were lost on the reef in one winter. \
 Its lamp first burned whale oil, later kerosene, and since 1934 it has been electric. The last keeper left \
 in 1988, when the light became automatic. Storms damaged the gallery in 2003 and again in 2014, and the \
-village raised money to repair it. Today the lighthouse is open on summer weekends, and volunteers lead visitors up \
-the 142 steps to the lamp."""
+village raised money to repair it. Today the lighthouse is open on summer weekends, and volunteers lead \
+visitors up the 142 steps to the lamp."""
 
 CHAT = "Why does the sky turn red at sunset, but look blue at noon?"
 

@@ -47,14 +47,9 @@ def load_model(model: str, **options: Any) -> LanguageModel:
 
 
 def read_prompts(options: GenerateOptions) -> tuple[str, ...]:
-    """The prompts of the options, else the built-in ones. Raises UserError for blank or unreadable ones."""
+    """The prompts of the options, else the built-in ones. Raises UserError for a file without any."""
     if options.prompt_file is not None:
         return _read_prompt_file(options.prompt_file)
-    for number, prompt in enumerate(options.prompt, 1):
-        if not prompt.strip():
-            raise UserError(
-                f"--prompt {prompt!r} (number {number}) is empty; allowed: text that is not blank"
-            )
     return options.prompt or BUILTIN_PROMPTS
 
 
