@@ -18,12 +18,10 @@ def variance(values):
     return total / len(values)
 """
 
-QUOTE = """Repeat the following passage word for word.
-
-Four score and seven years ago our fathers brought forth on this continent, a new nation, conceived in \
-Liberty, and dedicated to the proposition that all men are created equal. Now we are engaged in a great \
-civil war, testing whether that nation, or any nation so conceived and so dedicated, can long endure. We are \
-met on a great battle-field of that war."""
+QUOTE = """Repeat the following passage word for word: "Four score and seven years ago our fathers brought \
+forth on this continent, a new nation, conceived in Liberty, and dedicated to the proposition that all men \
+are created equal. Now we are engaged in a great civil war, testing whether that nation, or any nation so \
+conceived and so dedicated, can long endure.\""""
 
 SUMMARY = """Summarize this report in three sentences, using its own words where you can.
 

@@ -158,7 +158,8 @@ def warn_about_idle_devices(mesh: tuple[int, int], rows: int) -> None:
     data, model = mesh
     if rows < data:
         idle = (data - rows) * model
-        say(f"{rows} rows for a data axis of {data}: {idle} of {data * model} devices only run padding")
+        noun = "prompt" if rows == 1 else "prompts"
+        say(f"{rows} {noun} for a data axis of {data}: {idle} of {data * model} devices are idle")
 
 
 def decode(
