@@ -43,17 +43,23 @@ def fetch(model: str) -> Path:
         ) from error
     except errors.LocalTokenNotFoundError as error:
         raise UserError(f"{model!r} needs a token: run `hf auth login` or set HF_TOKEN") from error
+    except errors.LocalEntryNotFoundError as error:  # before HfHubHTTPError, which it may derive from
+        raise _unreachable(model, error) from error
     except errors.HfHubHTTPError as error:
         raise UserError(f"the hub refused {model!r}: {_first_line(error)}") from error
     except errors.HFValidationError as error:
         raise UserError(f"{model!r} is not a valid hub id: {_first_line(error)}") from error
-    except (OSError, errors.LocalEntryNotFoundError) as error:
-        raise UserError(
-            f"{model!r} is not in the local hub cache and the hub cannot be reached ({_first_line(error)}); "
-            "go online, or name a local directory or .gguf file"
-        ) from error
+    except OSError as error:
+        raise _unreachable(model, error) from error
     except Exception as error:  # the HTTP client underneath has changed before; its errors are not the hub's
         raise UserError(f"{model!r} could not be fetched from the hub: {_first_line(error)}") from error
+
+
+def _unreachable(model: str, error: Exception) -> UserError:
+    return UserError(
+        f"{model!r} is not in the local hub cache and the hub cannot be reached ({_first_line(error)}); "
+        "go online, or name a local directory or .gguf file"
+    )
 
 
 def _first_line(error: Exception) -> str:
