@@ -10,10 +10,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from sv_jax.checkpoints import Checkpoint, Tokenizer, load_params, resolve
+from sv_jax.checkpoints import Checkpoint, Tokenizer, default_cache_directory, load_params, resolve
+from sv_jax.checkpoints.cache import writable_cache
 from sv_jax.config import UserError
 from sv_jax.drafts.none import NoDraft
 from sv_jax.drafts.prompt_lookup import PromptLookup
+from sv_jax.engine.compile_cache import enable_compilation_cache
 from sv_jax.engine.compile_clock import compile_seconds
 from sv_jax.engine.decoding import BatchRequest, OnTokens, decode_batch, next_token_logits, padded_batch
 from sv_jax.engine.lossless import LosslessReport, compare_outputs
@@ -283,6 +285,7 @@ def load_model(
     checkpoint = resolve(
         model, dtype=dtype, cache_directory=cache_directory, progress=progress, notify=notify
     )
+    enable_compilation_cache(writable_cache(cache_directory or default_cache_directory(), notify))
     sharding = make_sharding(checkpoint.config, mesh)
     loaded = LanguageModel(
         model, checkpoint, sharding, dtype=dtype, max_model_len=max_model_len, progress=progress
