@@ -32,7 +32,7 @@ class Option:
             return ", ".join(self.choices)
         return {
             "text": "text that is not empty",
-            "texts": "text that is not blank, or a list of such texts",
+            "texts": "Unicode text that is not blank, or a list of such texts",
             "number": f"a whole number of at least {self.minimum}",
             "flag": "true or false",
         }[self.kind]
@@ -114,8 +114,8 @@ def check_value(option: Option, value: Any, label: str) -> Any:
         texts = (value,) if isinstance(value, str) else value
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
             raise refusal
-        if blank := [text for text in texts if not text.strip()]:
-            raise UserError(f"{label} {blank[0]!r} is not allowed; allowed: {option.allowed}")
+        if bad := [text for text in texts if not text.strip() or not _is_unicode(text)]:
+            raise UserError(f"{label} {bad[0]!r} is not allowed; allowed: {option.allowed}")
         return tuple(texts)
     expected: type = {"text": str, "number": int, "flag": bool}[option.kind]
     if type(value) is not expected:  # exact: True is an int, too
@@ -125,6 +125,11 @@ def check_value(option: Option, value: Any, label: str) -> Any:
     if option.kind == "text" and (not value or (option.choices and value not in option.choices)):
         raise refusal
     return value
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether `text` has no surrogates: Python puts them where an argument's bytes are not UTF-8."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def check_exclusive(values: Mapping[str, Any], spell: str) -> None:
