@@ -14,67 +14,13 @@ from tqdm import tqdm
 
 from sv_jax.checkpoints import cache as caches
 from sv_jax.checkpoints import gguf_config, gguf_tokenizer, safetensors_io
+from sv_jax.checkpoints.gguf_file import GgufFile
 from sv_jax.checkpoints.gguf_names import ARCHITECTURES, hugging_face_name
 from sv_jax.config import UserError
 
 CONVERTER_VERSION = 1  # part of the cache key: raise it whenever the converted files change
-BLOCK_BYTES = 64 << 20  # float32 bytes dequantised at a time
 DTYPES = {"float32": safetensors_io.DTYPES["F32"], "bfloat16": safetensors_io.DTYPES["BF16"]}
 TIED_TOLERANCE = 0.3  # relative difference of two quantisations of one matrix; unrelated ones differ by 1.4
-
-
-class GgufFile:
-    """Metadata and tensors of one GGUF file, memory-mapped.
-
-    Raises UserError if the file is truncated, corrupt, or of a type that cannot be dequantised.
-    """
-
-    def __init__(self, path: Path):
-        from gguf import GGUFReader  # here: it is slow to import and a second start never needs it
-
-        try:
-            reader = GGUFReader(path)
-            self.metadata: dict[str, Any] = {key: field.contents() for key, field in reader.fields.items()}
-        except (ValueError, IndexError, KeyError, OverflowError, OSError) as error:
-            raise UserError(f"{path} is truncated or not a GGUF file: {error}") from error
-        self.path = path
-        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
-        self._check_types()
-
-    def _check_types(self) -> None:
-        from gguf.quants import _type_traits
-
-        allowed = sorted({"F32", "F16"} | {kind.name for kind in _type_traits})
-        for tensor in self.tensors.values():
-            if tensor.tensor_type.name not in allowed:
-                raise UserError(
-                    f"GGUF tensor {tensor.name!r} has type {tensor.tensor_type.name}; "
-                    f"allowed: {', '.join(allowed)}"
-                )
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape as numpy has it: [rows, columns] of a matrix."""
-        return tuple(int(size) for size in reversed(self.tensors[name].shape))
-
-    def blocks(self, name: str, order: np.ndarray | None = None) -> Iterator[np.ndarray]:
-        """float32 rows of a tensor in blocks of about BLOCK_BYTES; `order` picks rows in another order.
-
-        Rows are quantised one by one, so they can be reordered before they are dequantised.
-        """
-        shape = self.shape(name)
-        if len(shape) == 1:
-            yield self._rows(name, slice(None)) if order is None else self._rows(name, slice(None))[order]
-            return
-        step = max(1, BLOCK_BYTES // (4 * math.prod(shape[1:])))
-        for start in range(0, shape[0], step):
-            rows = slice(start, start + step)
-            yield self._rows(name, rows if order is None else order[rows])
-
-    def _rows(self, name: str, rows: slice | np.ndarray) -> np.ndarray:
-        from gguf.quants import dequantize
-
-        tensor = self.tensors[name]
-        return dequantize(np.ascontiguousarray(tensor.data[rows]), tensor.tensor_type)
 
 
 def interleaved_to_halves(rows: int, heads: int) -> np.ndarray:
@@ -161,5 +107,5 @@ def _same_matrix(file: GgufFile, one: str, other: str) -> bool:
     if file.shape(one) != file.shape(other):
         return False
     rows = np.unique(np.linspace(0, file.shape(one)[0] - 1, 256).astype(np.int64))
-    a, b = file._rows(one, rows), file._rows(other, rows)
+    a, b = file.rows(one, rows), file.rows(other, rows)
     return float(np.linalg.norm(a - b)) <= TIED_TOLERANCE * float(np.linalg.norm(a))

@@ -74,7 +74,7 @@ def build(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     )
     if template := metadata.get("tokenizer.chat_template"):
         config["chat_template"] = template
-    set_template(tokenizer, config)
+    _set_template(tokenizer, config)
     return tokenizer, config
 
 
@@ -152,7 +152,7 @@ def _special_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str,
     }
 
 
-def set_template(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
+def _set_template(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
     """Make `tokenizer` add BOS and EOS exactly as add_bos_token and add_eos_token of `config` say."""
     before = [config["bos_token"]] if config.get("add_bos_token") and config.get("bos_token") else []
     after = [config["eos_token"]] if config.get("add_eos_token") and config.get("eos_token") else []

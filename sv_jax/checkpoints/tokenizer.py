@@ -14,7 +14,6 @@ import jinja2.sandbox
 import tokenizers
 from tokenizers import AddedToken
 
-from sv_jax.checkpoints.gguf_tokenizer import set_template
 from sv_jax.checkpoints.hf_config import read_json
 from sv_jax.config import UserError
 
@@ -33,8 +32,6 @@ class Tokenizer:
         self._config = _optional_json(directory / "tokenizer_config.json")
         self._tokenizer = _read_tokenizer(directory)
         _add_declared_tokens(self._tokenizer, self._config)
-        if any(isinstance(self._config.get(key), bool) for key in ("add_bos_token", "add_eos_token")):
-            set_template(self._tokenizer, {**self._config, **special_tokens(self._config)})
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.eos_token_ids: tuple[int, ...] = tuple(eos_token_ids)
         self._template = chat_template(directory, self._config)
@@ -44,7 +41,9 @@ class Tokenizer:
         return self._template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; add_special_tokens adds BOS or EOS where the checkpoint wants them.
+        """Token ids of `text`; add_special_tokens adds BOS or EOS where tokenizer.json says so.
+
+        (tokenizer_config.json's add_bos_token is not asked: transformers ignores it beside a tokenizer.json.)
 
         Raises UserError for text that is not valid Unicode (lone surrogates).
         """
