@@ -1,0 +1,81 @@
+"""The command line with a published model. Few runs: each starts Python, JAX and a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+COMMAND = [sys.executable, "-m", "sv_jax.generate"]
+
+
+def run(*arguments, **options):
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, cwd=ROOT, timeout=600, **options)
+
+
+@pytest.mark.real
+def test_real_default_prompts_on_an_emulated_mesh():
+    arguments = ["--model", "smollm2-135m", "--mesh", "4x2", "--max-new-tokens", "8", "--json"]
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"mesh 4x2 (data x model) of cpu devices" in done.stderr
+    document = json.loads(done.stdout)
+    assert len(document["outputs"]) == 4
+    assert all(o["text"].strip() and len(o["token_ids"]) <= 8 for o in document["outputs"])
+    stats = document["stats"]
+    assert stats["emitted_tokens"] == sum(len(o["token_ids"]) for o in document["outputs"])
+    assert 1 <= stats["mean_acceptance_length"] <= 8
+    emitted = sum((i + 1) * count for i, count in enumerate(stats["acceptance_histogram"]))
+    assert emitted == stats["emitted_tokens"] - 4  # each row's first token comes from its prefill
+
+
+@pytest.mark.real
+def test_real_prompts_from_stdin_are_lossless():
+    prompts = "Count: 1 2 3 4 1 2 3 4 1 2\n\nSay 你好 👍 你好 👍\n"
+    arguments = ["--prompt-file", "-", "--no-chat", "--max-new-tokens", "16", "--check-lossless"]
+    done = run(*arguments, input=prompts.encode())
+    out, err = done.stdout.decode(), done.stderr.decode()
+    assert done.returncode == 0, err
+    assert out.count("[1/2] Count: 1 2 3 4 1 2 3 4 1 2 (") == out.count("[2/2] Say 你好 👍 你好 👍 (") == 1
+    assert "of 2 rows are identical" in err and err.rstrip().endswith("lossless")
+
+
+REAL_BAD = [
+    (["--model", "smollm3"], "unknown model 'smollm3': known names are smollm2-135m"),
+    (["--model", "x.bin"], "x.bin"),
+    (["--mesh", "1x5"], "a model axis of 5 does not divide intermediate_size=1536; allowed: 1, 2, 3"),
+    (["--max-model-len", "20", "--prompt", 30 * "long "], "has 6"),
+]
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("arguments, message", REAL_BAD)
+def test_real_bad_input(arguments, message):
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, b"")
+    last = done.stderr.decode().splitlines()[-1]
+    assert last.startswith("error: ") and message in last
+    assert "Traceback" not in done.stderr.decode() and "loading" not in done.stderr.decode()
+
+
+@pytest.mark.real
+def test_real_interrupt():
+    arguments = ["--ignore-eos", "--max-new-tokens", "4000", "--prompt", "Tell me a long story."]
+    process = subprocess.Popen(
+        [*COMMAND, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    assert process.stdout is not None
+    first = process.stdout.read(1)  # the run streams
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 130, err.decode()
+    assert (first + out).decode().strip()
+    assert b"interrupted" in err and b"tokens/s" in err and b"Traceback" not in err
