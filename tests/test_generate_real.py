@@ -12,10 +12,13 @@ import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 COMMAND = [sys.executable, "-m", "sv_jax.generate"]
+CPU = {**os.environ, "JAX_PLATFORMS": "cpu"}  # meshes are emulated, whatever accelerator is here
 
 
 def run(*arguments, **options):
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, cwd=ROOT, timeout=600, **options)
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, cwd=ROOT, env=CPU, timeout=600, **options
+    )
 
 
 @pytest.mark.real
@@ -71,6 +74,7 @@ def test_real_interrupt():
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=ROOT,
+        env=CPU,
     )
     assert process.stdout is not None
     first = process.stdout.read(1)  # the run streams
