@@ -15,7 +15,7 @@ from tqdm import tqdm
 from sv_jax.checkpoints import cache as caches
 from sv_jax.checkpoints import gguf_config, gguf_tokenizer, safetensors_io
 from sv_jax.checkpoints.gguf_file import GgufFile
-from sv_jax.checkpoints.gguf_names import ARCHITECTURES, hugging_face_name
+from sv_jax.checkpoints.gguf_names import ARCHITECTURES, Architecture, hugging_face_name
 from sv_jax.config import UserError
 
 CONVERTER_VERSION = 1  # part of the cache key: raise it whenever the converted files change
@@ -51,16 +51,10 @@ def convert(path: Path, directory: Path, dtype: str, *, title: str, progress: bo
     config["torch_dtype"] = dtype
     tokenizer, tokenizer_config = gguf_tokenizer.build(file.metadata)
 
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    pending: list[safetensors_io.Pending] = []
     bar = tqdm(
         desc=f"dequantising {title}", total=len(source_of), unit="tensor", disable=not progress, leave=False
     )
-    for name, stored in source_of.items():
-        part = name.split(".")[-2]
-        permuted = architecture.permuted and part in heads
-        order = interleaved_to_halves(file.shape(stored)[0], heads[part]) if permuted else None
-        pending.append((name, file.shape(stored), functools.partial(_counted, file, stored, order, bar)))
+    pending = _pending(file, architecture, source_of, config, bar)
     caches.check_space(directory, sum(math.prod(shape) for _, shape, _ in pending) * DTYPES[dtype].itemsize)
     with bar:
         safetensors_io.write_shards(directory, pending, DTYPES[dtype])
@@ -68,6 +62,20 @@ def convert(path: Path, directory: Path, dtype: str, *, title: str, progress: bo
     _write_json(directory / "tokenizer_config.json", tokenizer_config)
     _write_json(directory / "generation_config.json", gguf_config.generation_config(file.metadata))
     _write_json(directory / "config.json", config)
+
+
+def _pending(
+    file: GgufFile, architecture: Architecture, source_of: dict[str, str], config: dict[str, Any], bar: tqdm
+) -> list[safetensors_io.Pending]:
+    """What is to be written: per tensor its name, shape, and blocks in Hugging Face's row order."""
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    pending: list[safetensors_io.Pending] = []
+    for name, stored in source_of.items():
+        shape, part = file.shape(stored), name.split(".")[-2]
+        permuted = architecture.permuted and part in heads
+        order = interleaved_to_halves(shape[0], heads[part]) if permuted else None
+        pending.append((name, shape, functools.partial(_counted, file, stored, order, bar)))
+    return pending
 
 
 def _counted(file: GgufFile, stored: str, order: np.ndarray | None, bar: tqdm) -> Iterator[np.ndarray]:

@@ -314,6 +314,20 @@ def test_sentencepiece_bos_and_spaces(tmp_path):
     assert off.encode("hi").tokens == ["h", "i"]
 
 
+@pytest.mark.parity
+def test_merges_follow_from_scores_as_in_transformers():
+    base = pytest.importorskip("transformers.tokenization_utils_base")
+    if not hasattr(base, "generate_merges"):
+        pytest.skip("this version of transformers has its merge extractor elsewhere")
+    from sv_jax.checkpoints.gguf_tokenizer import merges_from_scores
+
+    rng = np.random.default_rng(0)
+    pieces = list(dict.fromkeys("".join(rng.choice(list("abc"), rng.integers(1, 6))) for _ in range(300)))
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    scores = {piece: -float(index // 3) for piece, index in vocab.items()}  # with ties
+    assert merges_from_scores(vocab, scores) == base.generate_merges(vocab, scores)
+
+
 def test_converted_config_is_plain_json(tmp_path):
     config = _config("llama")
     checkpoint = _resolve(tiny_gguf.write(tmp_path / "m.gguf", config, tiny.tensors(config)), tmp_path)
