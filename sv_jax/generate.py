@@ -188,13 +188,15 @@ def decode(
 def compare(
     options: GenerateOptions, model: LanguageModel, result: GenerationResult, encoded: list[list[int]]
 ) -> LosslessReport:
-    report = model.compare_with_plain(
-        result,
-        encoded,
-        max_new_tokens=options.max_new_tokens,
-        ignore_eos=options.ignore_eos,
-        max_batch_size=options.max_batch_size,
-    )
+    with deferred_interrupts() as interrupted:
+        report = model.compare_with_plain(
+            result,
+            encoded,
+            max_new_tokens=options.max_new_tokens,
+            ignore_eos=options.ignore_eos,
+            max_batch_size=options.max_batch_size,
+            should_stop=interrupted,
+        )
     say("\n".join(lossless_lines(report)))
     return report
 
@@ -211,6 +213,7 @@ def json_line(result: GenerationResult, report: LosslessReport | None) -> str:
             "lossless": report.lossless,
             "identical_rows": report.identical_rows,
             "rows": report.rows,
+            "interrupted": report.interrupted,
             "divergences": [dataclasses.asdict(d) for d in report.divergences],
         }
     return json.dumps(jsonable(document), allow_nan=False)
@@ -229,7 +232,7 @@ def run(options: GenerateOptions) -> int:
         code = INTERRUPTED
     elif options.check_lossless:
         report = compare(options, model, result, encoded)
-        code = 0 if report.lossless else NOT_LOSSLESS
+        code = INTERRUPTED if report.interrupted else 0 if report.lossless else NOT_LOSSLESS
     if options.json:
         print(json_line(result, report), flush=True)
     return code

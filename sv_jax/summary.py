@@ -63,6 +63,8 @@ def lossless_lines(report: LosslessReport) -> list[str]:
             f"plain {d.plain_token}, top-2 gap {d.top2_gap:.2e}"
         )
     verdict = "lossless" if report.lossless else "NOT lossless: a divergence is no near-tie"
+    if report.interrupted:
+        verdict += " (as far as the comparison got; it was interrupted)"
     return [*lines, verdict]
 
 

@@ -47,11 +47,12 @@ class FakeModel:
     name, provenance, dtype, max_model_len = "fake", "fake, made up", "float32", 64
     tokenizer = ByteTokenizer()
 
-    def __init__(self, mesh, stop_after=None, lossless=True):
+    def __init__(self, mesh, stop_after=None, lossless=True, stop_comparison=False):
         self.sharding = SimpleNamespace(describe=lambda: f"mesh {mesh[0]}x{mesh[1]} of fake devices")
         self.calls: list[str] = []
         self.stop_after = stop_after  # slices, then SIGINT arrives
         self.lossless = lossless
+        self.stop_comparison = stop_comparison
         self.arguments: dict = {}
 
     def encode_prompt(self, text, *, chat=None):
@@ -95,12 +96,16 @@ class FakeModel:
         stats = SimpleNamespace(as_dict=lambda: STATS)
         return SimpleNamespace(outputs=outputs, stats=stats, interrupted=interrupted)
 
-    def compare_with_plain(self, result, prompts, *, max_new_tokens, ignore_eos, max_batch_size):
+    def compare_with_plain(self, result, prompts, *, max_new_tokens, ignore_eos, max_batch_size, should_stop):
         self.calls.append("compare")
+        if self.stop_comparison:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
         from sv_jax.engine import Divergence, LosslessReport
 
         gap = 2e-4 if self.lossless else 0.5
-        return LosslessReport(rows=len(prompts), divergences=[Divergence(0, 3, 65, 66, gap)])
+        divergences = [Divergence(0, 3, 65, 66, gap)]
+        return LosslessReport(rows=len(prompts), divergences=divergences, interrupted=should_stop())
 
 
 @pytest.fixture
@@ -298,6 +303,14 @@ def test_check_lossless(lossless, code, fake, capsys):
     assert "row 1 differs at output token 3: speculative 65, plain 66, top-2 gap" in err
     report = json.loads(out)["lossless"]
     assert report["lossless"] is lossless and report["divergences"][0]["index"] == 3
+
+
+def test_interrupted_comparison_still_gives_the_output(fake, capsys):
+    fake.configure(stop_comparison=True)
+    code, out, err = run(capsys, "--prompt", "one", "--check-lossless", "--json")
+    assert code == 130 and "interrupted" in err
+    document = json.loads(out)
+    assert document["outputs"][0]["text"] == "ONE" and document["lossless"]["interrupted"]
 
 
 def test_interrupt_gives_what_there_is(fake, capsys):

@@ -135,14 +135,14 @@ class LanguageModel:
         vocabulary = self.checkpoint.config.vocab_size
         for row, prompt in enumerate(prompts):
             if not prompt:
-                raise UserError(f"prompt {row} has no tokens; give at least one")
+                raise UserError(f"prompt {row + 1} has no tokens; give at least one")
             if len(prompt) >= self.max_model_len:
                 raise UserError(
-                    f"prompt {row} has {len(prompt)} tokens; allowed: at most {self.max_model_len - 1}, the "
+                    f"prompt {row + 1} has {len(prompt)} tokens; allowed: at most {self.max_model_len - 1}, the "
                     f"context of {self.max_model_len} less one for the output"
                 )
             if min(prompt) < 0 or max(prompt) >= vocabulary:
-                raise UserError(f"prompt {row} has a token id outside 0 .. {vocabulary - 1}")
+                raise UserError(f"prompt {row + 1} has a token id outside 0 .. {vocabulary - 1}")
 
     def generate(
         self,
@@ -231,10 +231,11 @@ class LanguageModel:
         max_new_tokens: int = 128,
         ignore_eos: bool = False,
         max_batch_size: int = 16,
+        should_stop: Callable[[], bool] | None = None,
     ) -> LosslessReport:
         """Decodes the same prompts plainly and compares token for token.
 
-        An interrupted row is compared as far as it got.
+        An interrupted row, of either run, is compared as far as it got.
         """
         plain = self.generate(
             prompts,
@@ -242,6 +243,7 @@ class LanguageModel:
             draft_method="none",
             ignore_eos=ignore_eos,
             max_batch_size=max_batch_size,
+            should_stop=should_stop,
         )
         return compare_outputs(result.outputs, plain.outputs, prompts, self.top2_gap)
 

@@ -28,6 +28,7 @@ class LosslessReport:
 
     rows: int
     divergences: list[Divergence]
+    interrupted: bool = False  # a row was compared only as far as both runs got
 
     @property
     def identical_rows(self) -> int:
@@ -53,26 +54,29 @@ def compare_outputs(
     prompts: Sequence[Sequence[int]],
     top2_gap: Callable[[Sequence[int]], float],
 ) -> LosslessReport:
-    """Compares row by row; an interrupted speculative row as far as it got.
+    """Compares row by row; an interrupted row as far as it got.
 
     Args:
       top2_gap: of the target's logits after a sequence of token ids.
     """
     divergences = []
+    interrupted = False
     for row, (ours, reference) in enumerate(zip(speculative, plain)):
-        expected = list(reference.token_ids)
-        if ours.finish_reason == "interrupted":
-            expected = expected[: len(ours.token_ids)]
-        index = first_difference(ours.token_ids, expected)
+        got, expected = ours.token_ids, reference.token_ids
+        if "interrupted" in (ours.finish_reason, reference.finish_reason):
+            interrupted = True
+            common = min(len(got), len(expected))
+            got, expected = got[:common], expected[:common]
+        index = first_difference(got, expected)
         if index is None:
             continue
         divergences.append(
             Divergence(
                 row=row,
                 index=index,
-                speculative_token=ours.token_ids[index] if index < len(ours.token_ids) else None,
+                speculative_token=got[index] if index < len(got) else None,
                 plain_token=expected[index] if index < len(expected) else None,
                 top2_gap=top2_gap([*prompts[row], *expected[:index]]),
             )
         )
-    return LosslessReport(len(speculative), divergences)
+    return LosslessReport(len(speculative), divergences, interrupted)
