@@ -8,7 +8,7 @@ XLA_FLAGS = os.environ.get("XLA_FLAGS", "")
 # Most of the time goes into compiling tiny programs; without LLVM's optimiser it is half as long.
 os.environ["XLA_FLAGS"] = f"{XLA_FLAGS} --xla_backend_optimization_level=0"
 
-import jax
+import jax  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.devices()  # reads the flags: what tests start in other processes shall run at full speed

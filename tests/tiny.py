@@ -74,7 +74,7 @@ def prefilled(
         np.array(limits, np.int32),
         eos,
         capacity=capacity,
-        num_speculative_tokens=num_speculative_tokens,
+        num_speculative_tokens=max(8, num_speculative_tokens),  # likewise
     )
     padded = np.zeros((len(prompts), -(-max(lengths) // chunk) * chunk), np.int32)
     for row, prompt in zip(padded, prompts):
