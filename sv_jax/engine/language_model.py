@@ -138,8 +138,8 @@ class LanguageModel:
                 raise UserError(f"prompt {row + 1} has no tokens; give at least one")
             if len(prompt) >= self.max_model_len:
                 raise UserError(
-                    f"prompt {row + 1} has {len(prompt)} tokens; allowed: at most {self.max_model_len - 1}, the "
-                    f"context of {self.max_model_len} less one for the output"
+                    f"prompt {row + 1} has {len(prompt)} tokens; allowed: at most {self.max_model_len - 1}, "
+                    f"the context of {self.max_model_len} less one for the output"
                 )
             if min(prompt) < 0 or max(prompt) >= vocabulary:
                 raise UserError(f"prompt {row + 1} has a token id outside 0 .. {vocabulary - 1}")
