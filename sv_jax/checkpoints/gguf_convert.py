@@ -16,6 +16,7 @@ from sv_jax.checkpoints import cache as caches
 from sv_jax.checkpoints import gguf_config, gguf_tokenizer, safetensors_io
 from sv_jax.checkpoints.gguf_file import GgufFile
 from sv_jax.checkpoints.gguf_names import ARCHITECTURES, Architecture, hugging_face_name
+from sv_jax.checkpoints.progress import progress_bar
 from sv_jax.config import UserError
 
 CONVERTER_VERSION = 1  # part of the cache key: raise it whenever the converted files change
@@ -51,9 +52,7 @@ def convert(path: Path, directory: Path, dtype: str, *, title: str, progress: bo
     config["torch_dtype"] = dtype
     tokenizer, tokenizer_config = gguf_tokenizer.build(file.metadata)
 
-    bar = tqdm(
-        desc=f"dequantising {title}", total=len(source_of), unit="tensor", disable=not progress, leave=False
-    )
+    bar = progress_bar(f"dequantising {title}", len(source_of), "tensor", progress=progress)
     pending = _pending(file, architecture, source_of, config, bar)
     caches.check_space(directory, sum(math.prod(shape) for _, shape, _ in pending) * DTYPES[dtype].itemsize)
     with bar:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from sv_jax.checkpoints.families import EMBEDDING, HEAD, TABLES, TensorTable
+from sv_jax.checkpoints.progress import progress_bar
 from sv_jax.checkpoints.safetensors_io import TensorSource
 from sv_jax.config import UserError
 
 if TYPE_CHECKING:
     from sv_jax.checkpoints.resolve import Checkpoint
 
-LinearLayout = Literal["out_in", "in_out"]
 READ_BYTES = 128 << 20  # read and converted at a time; bounds host memory next to the finished slice
 PENDING_BYTES = 512 << 20  # host slices that may wait for their transfer to an accelerator
 
@@ -30,26 +29,21 @@ class Source(Protocol):
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray: ...
 
 
-def load_params(
-    checkpoint: Checkpoint, abstract_params, *, linear_layout: LinearLayout, progress: bool = True
-) -> dict[str, Any]:
+def load_params(checkpoint: Checkpoint, abstract_params, *, progress: bool = True) -> dict[str, Any]:
     """The parameters of `checkpoint` as a tree like `abstract_params`.
 
     abstract_params: nested dict of jax.ShapeDtypeStruct (shape, dtype, sharding; no sharding means the
-      default device). Embedding [V, d]; kernels [out, in] under "out_in", [in, out] under "in_out".
-    linear_layout: which of the two the tree has; files always hold [out, in].
+      default device). Everything has the shape that it has in the files: embedding [V, d], kernels
+      [out, in].
 
     Returns a nested dict of jax.Array with those shapes, dtypes and shardings.
     Raises UserError for tensors that are missing, unread, or of another shape, and for damaged files.
     """
-    if linear_layout not in ("out_in", "in_out"):
-        raise UserError(f"linear_layout {linear_layout!r} is unknown; allowed: out_in, in_out")
     source, config = TensorSource(checkpoint.directory), checkpoint.config
     return load_from(
         source,
         abstract_params,
         TABLES[config.family],
-        linear_layout=linear_layout,
         tied=config.tie_word_embeddings,
         progress=progress,
     )
@@ -60,7 +54,6 @@ def load_from(
     abstract_params,
     table: TensorTable,
     *,
-    linear_layout: LinearLayout,
     tied: bool,
     progress: bool = False,
 ) -> dict[str, Any]:
@@ -68,17 +61,14 @@ def load_from(
     leaves = _flatten(abstract_params)
     tensor_of = _assign(leaves, table)
     _check_names(source, set(tensor_of.values()), table, tied=tied)
-    transposed = {path: linear_layout == "in_out" and path.endswith("/kernel") for path in leaves}
-    _check_shapes(source, leaves, tensor_of, transposed)
+    _check_shapes(source, leaves, tensor_of)
 
     loaded: dict[str, jax.Array] = {}
     pending: list[jax.Array] = []
     total = sum(_bytes(leaf) for leaf in leaves.values())
-    with tqdm(
-        desc="loading", total=total, unit="B", unit_scale=True, disable=not progress, leave=False
-    ) as bar:
+    with progress_bar("loading", total, "B", progress=progress) as bar:
         for path, leaf in leaves.items():
-            loaded[path] = load_array(source, tensor_of[path], leaf, transpose=transposed[path])
+            loaded[path] = load_array(source, tensor_of[path], leaf)
             pending.append(loaded[path])
             # Transfers are asynchronous and keep their host slice; do not let them pile up.
             if sum(_bytes(array) for array in pending) > PENDING_BYTES:
@@ -89,7 +79,7 @@ def load_from(
     return _unflatten(loaded)
 
 
-def load_array(source: Source, name: str, leaf, *, transpose: bool) -> jax.Array:
+def load_array(source: Source, name: str, leaf) -> jax.Array:
     """One parameter: every distinct slice is read once and put on all devices that hold it."""
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     devices_of: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
@@ -98,29 +88,24 @@ def load_array(source: Source, name: str, leaf, *, transpose: bool) -> jax.Array
         devices_of.setdefault(bounds, []).append(device)
     shards = []
     for bounds, devices in devices_of.items():
-        host = read_slice(source, name, bounds, np.dtype(leaf.dtype), transpose=transpose)
+        host = read_slice(source, name, bounds, np.dtype(leaf.dtype))
         shards += [jax.device_put(host, device) for device in devices]
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
 
 
-def read_slice(
-    source: Source, name: str, bounds: tuple[tuple[int, int], ...], dtype: np.dtype, *, transpose: bool
-) -> np.ndarray:
-    """The part of a tensor within `bounds` ((start, stop) per axis of the parameter), in `dtype`.
+def read_slice(source: Source, name: str, bounds: tuple[tuple[int, int], ...], dtype: np.dtype) -> np.ndarray:
+    """The part of a tensor within `bounds` ((start, stop) per axis), in `dtype`.
 
-    transpose: the parameter is the file's matrix transposed, so the file is asked for swapped bounds.
     Blocks of rows are converted straight into the result: besides it, memory holds one block.
     """
-    shape = [stop - start for start, stop in bounds]
-    rows, *rest = [slice(start, stop) for start, stop in (bounds[::-1] if transpose else bounds)]
+    rows, *rest = [slice(start, stop) for start, stop in bounds]
     step = max(1, READ_BYTES // max(1, math.prod(part.stop - part.start for part in rest) * 4))
     if step >= rows.stop - rows.start:  # small: convert what was read, without a copy where possible
-        block = source.read(name, (rows, *rest))
-        return np.ascontiguousarray(block.T if transpose else block, dtype)
-    out = np.empty(shape, dtype)
+        return np.ascontiguousarray(source.read(name, (rows, *rest)), dtype)
+    out = np.empty([stop - start for start, stop in bounds], dtype)
     for start in range(rows.start, rows.stop, step):
         block = source.read(name, (slice(start, min(start + step, rows.stop)), *rest))
-        (out.T if transpose else out)[start - rows.start :][: len(block)] = block
+        out[start - rows.start :][: len(block)] = block
     return out
 
 
@@ -188,10 +173,7 @@ def _check_duplicate(source: Source) -> None:
         )
 
 
-def _check_shapes(
-    source: Source, leaves, tensor_of: Mapping[str, str], transposed: Mapping[str, bool]
-) -> None:
+def _check_shapes(source: Source, leaves: Mapping[str, Any], tensor_of: Mapping[str, str]) -> None:
     for path, leaf in leaves.items():
-        expected = tuple(leaf.shape[::-1] if transposed[path] else leaf.shape)
-        if (found := source.shape(tensor_of[path])) != expected:
-            raise UserError(f"tensor {tensor_of[path]!r} has shape {found}; the config asks for {expected}")
+        if (found := source.shape(tensor_of[path])) != tuple(leaf.shape):
+            raise UserError(f"tensor {tensor_of[path]!r} has shape {found}; the config asks for {leaf.shape}")

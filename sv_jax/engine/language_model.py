@@ -91,12 +91,8 @@ class LanguageModel:
         """Reads the weights onto their shards, once."""
         if self._params is None:
             started = time.perf_counter()
-            self._params = load_params(
-                self.checkpoint,
-                abstract_params(self.target),
-                linear_layout="out_in",
-                progress=self._progress,
-            )
+            abstract = abstract_params(self.target)
+            self._params = load_params(self.checkpoint, abstract, progress=self._progress)
             jax.block_until_ready(self._params)
             self.load_seconds = time.perf_counter() - started
 

@@ -27,9 +27,7 @@ def _resolve(path, tmp_path, dtype="float32"):
 
 
 def _load(checkpoint, **options):
-    return load_params(
-        checkpoint, tiny.tree(checkpoint.config, **options), linear_layout="out_in", progress=False
-    )
+    return load_params(checkpoint, tiny.tree(checkpoint.config, **options), progress=False)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -1,4 +1,4 @@
-"""Loading: every family, both orientations, one device and meshes, and checkpoints that are wrong."""
+"""Loading: every family, one device and meshes, and checkpoints that are wrong."""
 
 from __future__ import annotations
 
@@ -44,26 +44,24 @@ def _cut_where_it_divides(mesh: Mesh, axis: int):
     return place
 
 
-@pytest.mark.parametrize("layout", ["out_in", "in_out"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_family_loads_exactly(tmp_path, name, layout):
+def test_every_family_loads_exactly(tmp_path, name):
     config = model_config(VARIANTS[name])
     contents = tiny.tensors(config)
     checkpoint = tiny.save(tmp_path, VARIANTS[name], contents)
-    loaded = load_params(checkpoint, tiny.tree(config, layout=layout), linear_layout=layout, progress=False)
-    tiny.assert_same(loaded, tiny.expected(contents, config, layout=layout))
+    loaded = load_params(checkpoint, tiny.tree(config), progress=False)
+    tiny.assert_same(loaded, tiny.expected(contents, config))
 
 
-@pytest.mark.parametrize("layout", ["out_in", "in_out"])
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("shape", [(1, 1), (4, 2), (2, 4), (1, 8)])
-def test_meshes_hold_their_slices(tmp_path, layout, axis, shape):
+def test_meshes_hold_their_slices(tmp_path, axis, shape):
     config = model_config(VARIANTS["qwen2"])
     contents = tiny.tensors(config)
     checkpoint = tiny.save(tmp_path, VARIANTS["qwen2"], contents, shards=3)
-    abstract = tiny.tree(config, layout=layout, place=_cut_where_it_divides(_mesh_of(shape), axis))
-    loaded = load_params(checkpoint, abstract, linear_layout=layout, progress=False)
-    tiny.assert_same(loaded, tiny.expected(contents, config, layout=layout))
+    abstract = tiny.tree(config, place=_cut_where_it_divides(_mesh_of(shape), axis))
+    loaded = load_params(checkpoint, abstract, progress=False)
+    tiny.assert_same(loaded, tiny.expected(contents, config))
     for got, asked in zip(jax.tree.leaves(loaded), jax.tree.leaves(abstract)):
         assert got.sharding == asked.sharding
         assert len(got.addressable_shards) == shape[0] * shape[1]
@@ -75,7 +73,7 @@ def test_dtypes_convert_by_rounding(tmp_path, stored, wanted):
     config = model_config(VARIANTS["llama"])
     contents = {name: value.astype(stored) for name, value in tiny.tensors(config).items()}
     checkpoint = tiny.save(tmp_path, VARIANTS["llama"], contents)
-    loaded = load_params(checkpoint, tiny.tree(config, dtype=wanted), linear_layout="out_in", progress=False)
+    loaded = load_params(checkpoint, tiny.tree(config, dtype=wanted), progress=False)
     converted = {name: value.astype(wanted) for name, value in contents.items()}
     tiny.assert_same(loaded, tiny.expected(converted, config))
 
@@ -92,35 +90,33 @@ class Recorder:
         return self.source.read(name, index)
 
 
-@pytest.mark.parametrize("layout", ["out_in", "in_out"])
-def test_only_slices_are_read_and_each_once(tmp_path, layout):
+def test_only_slices_are_read_and_each_once(tmp_path):
     config = model_config(VARIANTS["llama"])
     checkpoint = tiny.save(tmp_path, VARIANTS["llama"], tiny.tensors(config))
     recorder = Recorder(TensorSource(checkpoint.directory))
     # 4 replicas of 2 halves: every half must be read once, never once per replica, never the whole.
-    abstract = tiny.tree(config, layout=layout, place=_cut_where_it_divides(_mesh_of((4, 2)), 0))
-    loader.load_from(recorder, abstract, TABLES["llama"], linear_layout=layout, tied=False)
+    abstract = tiny.tree(config, place=_cut_where_it_divides(_mesh_of((4, 2)), 0))
+    loader.load_from(recorder, abstract, TABLES["llama"], tied=False)
     assert len(recorder.reads) == len(set(recorder.reads)) == 2 * len(recorder.names())
     for name, bounds in recorder.reads:
         assert np.prod([stop - start for start, stop in bounds]) * 2 == np.prod(recorder.shape(name))
 
 
-@pytest.mark.parametrize("layout", ["out_in", "in_out"])
-def test_large_slices_are_read_in_bounded_blocks(tmp_path, monkeypatch, layout):
+def test_large_slices_are_read_in_bounded_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "READ_BYTES", 7 * tiny.D * 4)  # 7 rows: does not divide anything
     config = model_config(VARIANTS["llama"])
     contents = tiny.tensors(config)
     recorder = Recorder(TensorSource(tiny.save(tmp_path, VARIANTS["llama"], contents).directory))
-    abstract = tiny.tree(config, layout=layout)
-    loaded = loader.load_from(recorder, abstract, TABLES["llama"], linear_layout=layout, tied=False)
-    tiny.assert_same(loaded, tiny.expected(contents, config, layout=layout))
+    abstract = tiny.tree(config)
+    loaded = loader.load_from(recorder, abstract, TABLES["llama"], tied=False)
+    tiny.assert_same(loaded, tiny.expected(contents, config))
     sizes = [np.prod([stop - start for start, stop in bounds]) * 4 for _, bounds in recorder.reads]
     assert max(sizes) <= loader.READ_BYTES
 
 
 def _load(checkpoint: Checkpoint, config=None):
     config = config or checkpoint.config
-    return load_params(checkpoint, tiny.tree(config), linear_layout="out_in", progress=False)
+    return load_params(checkpoint, tiny.tree(config), progress=False)
 
 
 def test_missing_tensors_are_listed(tmp_path):
@@ -191,9 +187,3 @@ def test_a_parameter_without_a_tensor_is_an_error(tmp_path):
         UserError, match=r"no tensor is known for 4 parameters: layers_0/attention/key_norm/scale"
     ):
         _load(checkpoint, model_config(VARIANTS["qwen3"]))
-
-
-def test_unknown_layout_is_an_error(tmp_path):
-    checkpoint = tiny.save(tmp_path, VARIANTS["llama"], tiny.tensors(model_config(VARIANTS["llama"])))
-    with pytest.raises(UserError, match=r"linear_layout 'io' is unknown; allowed: out_in, in_out"):
-        load_params(checkpoint, {}, linear_layout="io", progress=False)  # type: ignore[arg-type]

@@ -38,16 +38,14 @@ def model(request):
     )
 
 
-@pytest.mark.parametrize("layout", ["out_in", "in_out"])
 @pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
-def test_saved_models_load_exactly(model, tmp_path, layout, shard_size):
+def test_saved_models_load_exactly(model, tmp_path, shard_size):
     model.save_pretrained(tmp_path, max_shard_size=shard_size)
     checkpoint = resolve(str(tmp_path), progress=False)
     assert checkpoint.eos_token_ids == (3, 4)
     contents = {name: value.detach().float().numpy() for name, value in model.state_dict().items()}
-    abstract = tiny.tree(checkpoint.config, layout=layout)
-    loaded = load_params(checkpoint, abstract, linear_layout=layout, progress=False)
-    tiny.assert_same(loaded, tiny.expected(contents, checkpoint.config, layout=layout))
+    loaded = load_params(checkpoint, tiny.tree(checkpoint.config), progress=False)
+    tiny.assert_same(loaded, tiny.expected(contents, checkpoint.config))
 
 
 def test_the_transformer_asks_for_what_the_tables_know(model, tmp_path):
@@ -59,7 +57,7 @@ def test_the_transformer_asks_for_what_the_tables_know(model, tmp_path):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
     target = transformer.Transformer(checkpoint.config, "float32", sharding.Sharding(mesh))
     abstract = transformer.abstract_params(target)
-    loaded = load_params(checkpoint, abstract, linear_layout="out_in", progress=False)
+    loaded = load_params(checkpoint, abstract, progress=False)
     contents = {name: value.detach().float().numpy() for name, value in model.state_dict().items()}
     tiny.assert_same(loaded, tiny.expected(contents, checkpoint.config))
 

@@ -98,9 +98,7 @@ def save(
 Placer = Callable[[str, tuple[int, ...]], Any]
 
 
-def tree(
-    config: ModelConfig, *, dtype: Any = np.float32, layout: str = "out_in", place: Placer | None = None
-):
+def tree(config: ModelConfig, *, dtype: Any = np.float32, place: Placer | None = None):
     """The abstract parameters of a model; place(path, shape) gives each leaf's sharding."""
     c, flat = config, {}
 
@@ -108,7 +106,7 @@ def tree(
         flat[path] = jax.ShapeDtypeStruct(shape, dtype, sharding=place(path, shape) if place else None)
 
     def linear(path: str, out: int, into: int, bias: bool) -> None:
-        leaf(f"{path}/kernel", *((out, into) if layout == "out_in" else (into, out)))
+        leaf(f"{path}/kernel", out, into)
         if bias:
             leaf(f"{path}/bias", out)
 
@@ -143,18 +141,12 @@ def nest(flat: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def expected(
-    contents: dict[str, np.ndarray], config: ModelConfig, *, layout: str = "out_in"
-) -> dict[str, Any]:
+def expected(contents: dict[str, np.ndarray], config: ModelConfig) -> dict[str, Any]:
     """The parameters that `contents` must become, spelled out without the tables under test."""
-
-    def kernel(name: str) -> np.ndarray:
-        return contents[name] if layout == "out_in" else contents[name].T
-
     flat = {"embedding/embedding": contents["model.embed_tokens.weight"]}
     flat["final_norm/scale"] = contents["model.norm.weight"]
     if "lm_head.weight" in contents and not config.tie_word_embeddings:
-        flat["head/kernel"] = kernel("lm_head.weight")
+        flat["head/kernel"] = contents["lm_head.weight"]
     for i in range(config.num_layers):
         hf, ours = f"model.layers.{i}", f"layers_{i}"
         flat[f"{ours}/attention_norm/scale"] = contents[f"{hf}.input_layernorm.weight"]
@@ -163,7 +155,7 @@ def expected(
         modules = {f"attention/{a}": f"self_attn.{b}_proj" for a, b in pairs.items()}
         modules |= {f"ffn/{a}": f"mlp.{a}_proj" for a in ("gate", "up", "down")}
         for a, b in modules.items():
-            flat[f"{ours}/{a}/kernel"] = kernel(f"{hf}.{b}.weight")
+            flat[f"{ours}/{a}/kernel"] = contents[f"{hf}.{b}.weight"]
             if f"{hf}.{b}.bias" in contents:
                 flat[f"{ours}/{a}/bias"] = contents[f"{hf}.{b}.bias"]
         for a, b in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
