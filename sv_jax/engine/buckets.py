@@ -4,7 +4,7 @@ from __future__ import annotations
 
 SMALLEST_BUCKET = 512
 BUCKET_MULTIPLE = 128  # every cache capacity is a multiple: whole blocks of any allowed block size
-CHUNK_SIZES = (32, 128, 512)
+CHUNK_SIZES = (32, 64, 128, 256, 512)
 SCORE_BYTES = 512 << 20  # float32 attention scores that one prefill chunk may take on one device
 
 
