@@ -19,10 +19,10 @@ def cache_layout(platform: str) -> Layout:
     return "BSKD" if platform == "tpu" else "BKSD"
 
 
-def plain_step_tokens(platform: str, dtype: str, batch: int) -> int:
+def plain_step_tokens(platform: str, dtype: str, rows: int) -> int:
     """Tokens T that a step without drafts computes per row.
 
     One, except where the product of a single bfloat16 vector with a matrix misses XLA's fast path: on CPU
     it is 6 to 13 times slower than that of two vectors. (In float32 the single vector is the fast one.)
     """
-    return 2 if platform == "cpu" and dtype == "bfloat16" and batch == 1 else 1
+    return 2 if platform == "cpu" and dtype == "bfloat16" and rows == 1 else 1

@@ -86,6 +86,8 @@ class TextPrinter:
 
     def on_tokens(self, row: int, token_ids: list[int], finish_reason: str | None) -> None:
         """The engine's callback, between slices of steps."""
+        if finish_reason == "stop":
+            token_ids = token_ids[:-1]  # the end token is no text
         if self._live is not None:
             self._write(self._live.push(token_ids))
         self._tokens[row] += token_ids

@@ -15,7 +15,7 @@ from sv_jax.engine.buckets import bucket_for, largest_bucket, largest_chunk, nex
 from sv_jax.engine.compile_clock import compile_seconds
 from sv_jax.engine.results import BatchOutcome, FinishReason
 from sv_jax.model.transformer import Params, Transformer
-from sv_jax.speculation.loop import decode_slice
+from sv_jax.speculation.loop import decode_slice, step_width
 from sv_jax.speculation.prefill import prefill_chunk
 from sv_jax.speculation.state import grow_state, start_state
 from sv_jax.speculation.types import Draft, Drafter, SpeculationState
@@ -161,11 +161,13 @@ def decode_batch(
       batch_size: rows to run, at least the number of prompts and a multiple of the data axis; the rest pads.
     """
     watch = _Stopwatch()
-    num_nodes = drafter.num_speculative_tokens + 1
-    largest = largest_bucket(request.max_model_len, num_nodes)
+    width = step_width(target, drafter, batch_size)
+    largest = largest_bucket(request.max_model_len, width)
     lengths = [len(p) for p in request.prompts] + [0] * (batch_size - len(request.prompts))
     limits = [min(n + request.max_new_tokens, request.max_model_len) for n in lengths]
-    state = _place_start(target, lengths, limits, request.eos_ids, bucket_for(1, largest), num_nodes - 1)
+    state = _place_start(
+        target, lengths, limits, request.eos_ids, bucket_for(1, largest), drafter.num_speculative_tokens
+    )
     reader = _Reader(request, watch, on_tokens)
     state = prefill(target, params, request.prompts, state, largest, should_stop)
     reader.read(state)
@@ -173,7 +175,7 @@ def decode_batch(
 
     max_steps = jax.device_put(np.int32(request.steps_per_slice), target.sharding.named())
     while not reader.done and not should_stop():
-        state = ensure_capacity(target, state, reader.longest + num_nodes, largest)
+        state = ensure_capacity(target, state, reader.longest + width, largest)
         state = decode_slice(target, params, drafter, state, max_steps)
         reader.read(state)
     decode_seconds = watch.seconds() - first_token_seconds

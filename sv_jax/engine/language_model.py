@@ -19,7 +19,13 @@ from sv_jax.engine.compile_cache import enable_compilation_cache
 from sv_jax.engine.compile_clock import compile_seconds
 from sv_jax.engine.decoding import BatchRequest, OnTokens, decode_batch, next_token_logits, padded_batch
 from sv_jax.engine.lossless import LosslessReport, compare_outputs
-from sv_jax.engine.results import BatchOutcome, GenerationResult, RequestOutput, summarise
+from sv_jax.engine.results import (
+    BatchOutcome,
+    FinishReason,
+    GenerationResult,
+    RequestOutput,
+    summarise,
+)
 from sv_jax.model.transformer import Params, Transformer, abstract_params
 from sv_jax.sharding import Sharding, ensure_devices, make_sharding
 from sv_jax.speculation.types import Drafter
@@ -215,9 +221,13 @@ class LanguageModel:
         token_ids += [[] for _ in range(missing)]
         reasons += ["interrupted"] * missing
         return [
-            RequestOutput(len(prompt), ids, self.tokenizer.decode(ids), reason)
+            RequestOutput(len(prompt), ids, self._text(ids, reason), reason)
             for prompt, ids, reason in zip(rows, token_ids, reasons)
         ]
+
+    def _text(self, token_ids: list[int], reason: FinishReason) -> str:
+        """The text of an output; the token that ended it is none, even where a tokenizer would show it."""
+        return self.tokenizer.decode(token_ids[:-1] if reason == "stop" else token_ids)
 
     def compare_with_plain(
         self,

@@ -54,12 +54,18 @@ def append_tokens(buffer: jax.Array, new: jax.Array, starts: jax.Array) -> jax.A
     return jax.vmap(row)(buffer, new, starts)
 
 
-def gather_path(new_kv: tuple[LayerKV, ...], path: jax.Array) -> tuple[LayerKV, ...]:
-    """K/V [B, T, K, D] of a tree's nodes -> of the accepted path, in order of position.
+def behind_tokens(lengths: jax.Array, tokens: jax.Array) -> jax.Array:
+    """lengths int32[B], made to depend on emitted tokens int32[B, T] (which are never negative).
 
-    Chains are gathered too: it costs nothing, and it orders the cache write behind the logits. Without
-    that dependency XLA copies every cache in every step.
+    A cache write that starts there comes after the logits, hence after every read of the old cache, and
+    happens in place. Without the dependency XLA copies every cache in every step. (The gather by path gives
+    none where T = 1: its index is constant. An optimization_barrier is gone before copies are decided on.)
     """
+    return jnp.where(tokens[:, 0] < 0, 0, lengths)
+
+
+def gather_path(new_kv: tuple[LayerKV, ...], path: jax.Array) -> tuple[LayerKV, ...]:
+    """K/V [B, T, K, D] of a tree's nodes -> of the accepted path, in order of position. Chains too."""
     index = path[:, :, None, None]
     return tuple(
         (jnp.take_along_axis(k, index, axis=1), jnp.take_along_axis(v, index, axis=1)) for k, v in new_kv
@@ -94,9 +100,10 @@ def commit(
         room = state.limits - (state.lengths + 1)
         kept, ended = cut_at_ends(acceptance.tokens, emitted, room, state.eos_ids)
         kept = jnp.where(state.finished, 0, kept)
+        starts = behind_tokens(state.lengths, acceptance.tokens)
         return dataclasses.replace(
             state,
-            cache=state.cache.write(gather_path(new_kv, acceptance.path), state.lengths),
+            cache=state.cache.write(gather_path(new_kv, acceptance.path), starts),
             tokens=append_tokens(state.tokens, acceptance.tokens, state.lengths + 1),
             lengths=state.lengths + kept,
             finished=state.finished | ended,

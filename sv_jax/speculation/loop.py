@@ -25,49 +25,58 @@ def prune(draft: Draft, max_depth: jax.Array) -> Draft:
     return dataclasses.replace(draft, parents=jnp.where(too_deep, -1, draft.parents))
 
 
-def _narrow(draft: Draft, num_nodes: int) -> Draft:
-    return Draft(draft.tokens[:, :num_nodes], draft.parents[:, :num_nodes])
+def step_width(target: Transformer, drafter: Drafter, batch: int) -> int:
+    """Nodes T that a step of this drafter computes per row, and slots that it writes."""
+    return max(drafter.num_speculative_tokens + 1, _plain_width(target, batch))
 
 
-def _widen(x: jax.Array, num_nodes: int) -> jax.Array:
-    return jnp.pad(x, [(0, 0), (0, num_nodes - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+def _plain_width(target: Transformer, batch: int) -> int:
+    return plain_step_tokens(target.sharding.platform, target.dtype, batch // target.sharding.data_size)
+
+
+def _narrow(draft: Draft, width: int) -> Draft:
+    return Draft(draft.tokens[:, :width], draft.parents[:, :width])
+
+
+def _widen(x: jax.Array, width: int, fill: int = 0) -> jax.Array:
+    padding = [(0, 0), (0, width - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x, padding, constant_values=fill)
 
 
 def step(target: Transformer, params: Params, drafter: Drafter, state: SpeculationState) -> SpeculationState:
     """One step of every row. Where no row has a draft it costs what a plain decode step does.
 
-    The caller guarantees lengths + T <= cache.capacity for every row (T = K + 1, and the plain width).
+    The caller guarantees lengths + step_width(..) <= cache.capacity for every row.
     """
     with jax.named_scope("propose"):
         # A row with room for m tokens can use m - 1 drafted ones; a finished row none.
         useful = jnp.where(state.finished, 0, state.limits - state.lengths - 2)
         draft = prune(drafter.propose(state), useful)
-    num_nodes = draft.tokens.shape[1]
+    batch, num_nodes = draft.tokens.shape
+    plain_width, width = _plain_width(target, batch), step_width(target, drafter, batch)
+    draft = Draft(_widen(draft.tokens, width), _widen(draft.parents, width, fill=-1))
 
-    def run(width: int) -> tuple[Acceptance, tuple[LayerKV, ...]]:
-        narrow = _narrow(draft, width)
+    def run(nodes: int) -> tuple[Acceptance, tuple[LayerKV, ...]]:
+        narrow = _narrow(draft, nodes)
         verification = verify(target, params, state.cache, state.lengths, narrow)
         acceptance = accept_greedy(narrow, verification.logits)
         return jax.tree.map(
-            lambda x: x if x.ndim == 1 else _widen(x, num_nodes), (acceptance, verification.new_kv)
+            lambda x: x if x.ndim == 1 else _widen(x, width), (acceptance, verification.new_kv)
         )
 
-    plain_width = min(
-        plain_step_tokens(target.sharding.platform, target.dtype, draft.tokens.shape[0]), num_nodes
-    )
-    if num_nodes > plain_width:
+    if num_nodes > 1 and width > plain_width:
         # The branches only read the cache; the write comes behind them, once.
         acceptance, new_kv = jax.lax.cond(
-            jnp.any(draft.num_drafted > 0), lambda: run(num_nodes), lambda: run(plain_width)
+            jnp.any(draft.num_drafted > 0), lambda: run(width), lambda: run(plain_width)
         )
     else:
-        acceptance, new_kv = run(num_nodes)
+        acceptance, new_kv = run(width)
     return commit(state, draft, new_kv, acceptance)
 
 
-def has_room(state: SpeculationState, num_nodes: int) -> jax.Array:
-    """bool[]: every row, finished ones too, can take num_nodes more slots."""
-    return jnp.all(state.lengths + num_nodes <= state.cache.capacity)
+def has_room(state: SpeculationState, width: int) -> jax.Array:
+    """bool[]: every row, finished ones too, can take `width` more slots."""
+    return jnp.all(state.lengths + width <= state.cache.capacity)
 
 
 @partial(jax.jit, static_argnames=("target", "drafter"), donate_argnames=("state",))
@@ -82,13 +91,14 @@ def decode_slice(
       max_steps: int32[], traced: changing it does not recompile.
 
     Returns:
-      The state after the slice. `needs_growth` tells whether the bucket stopped it.
+      The state after the slice. If rows are unfinished and `max_steps` was not reached, the bucket is full:
+      `grow_state`, then go on.
     """
-    num_nodes = drafter.num_speculative_tokens + 1
+    width = step_width(target, drafter, state.lengths.shape[0])
 
     def proceed(carry: tuple[jax.Array, SpeculationState]) -> jax.Array:
         done_steps, state = carry
-        return (done_steps < max_steps) & ~jnp.all(state.finished) & has_room(state, num_nodes)
+        return (done_steps < max_steps) & ~jnp.all(state.finished) & has_room(state, width)
 
     def body(carry: tuple[jax.Array, SpeculationState]) -> tuple[jax.Array, SpeculationState]:
         done_steps, state = carry
