@@ -21,6 +21,11 @@ from sv_jax.speculation.state import grow_state, start_state
 from sv_jax.speculation.types import Draft, Drafter, SpeculationState
 from sv_jax.speculation.verify import verify
 
+# Every K up to this one, and every number of EOS ids up to that one, has a state of one shape: plain and
+# speculative decoding then share their prefill programs.
+SHARED_SPECULATIVE_TOKENS = 15
+EOS_MULTIPLE = 4
+
 OnTokens = Callable[[int, list[int], FinishReason | None], None]
 """(row, new token ids, finish reason in the row's last call)."""
 
@@ -65,7 +70,8 @@ def _place_start(
     capacity: int,
     num_speculative_tokens: int,
 ) -> SpeculationState:
-    ends = np.tile(np.array(list(eos_ids) or [-1], np.int32), (len(limits), 1))
+    ends = np.full((len(limits), round_up(max(1, len(eos_ids)), EOS_MULTIPLE)), -1, np.int32)
+    ends[:, : len(eos_ids)] = eos_ids
     row, matrix = target.sharding.named("batch"), target.sharding.named("batch", None)
     return start_state(
         target,
@@ -73,7 +79,7 @@ def _place_start(
         jax.device_put(np.array(limits, np.int32), row),
         jax.device_put(ends, matrix),
         capacity=capacity,
-        num_speculative_tokens=num_speculative_tokens,
+        num_speculative_tokens=max(num_speculative_tokens, SHARED_SPECULATIVE_TOKENS),
     )
 
 
@@ -185,7 +191,7 @@ def decode_batch(
     return BatchOutcome(
         token_ids=reader.token_ids,
         finish_reasons=[reason or "interrupted" for reason in reader.finish_reasons],
-        histogram=counts.histogram[:live].sum(axis=0),
+        histogram=counts.histogram[:live].sum(axis=0)[: drafter.num_speculative_tokens + 2],
         drafted=int(counts.drafted[:live].sum()),
         accepted=int(counts.accepted[:live].sum()),
         steps_with_draft=int(counts.steps_with_draft[:live].sum()),
@@ -207,8 +213,11 @@ def next_token_logits(target: Transformer, params: Params, token_ids: Sequence[i
     """float32[V]: the target's logits after `token_ids` (one or more): prefill, then one plain step."""
     rows = target.sharding.data_size
     *prefix, root = token_ids
-    largest = largest_bucket(len(token_ids), 1)
-    state = _place_start(target, [len(prefix)] * rows, [len(prefix) + 2] * rows, (), largest, 0)
+    # The buckets of plain decoding: what this compiles does not depend on how many tokens there are.
+    largest = largest_bucket(max(len(token_ids), target.config.max_position_embeddings), 1)
+    state = _place_start(
+        target, [len(prefix)] * rows, [len(prefix) + 2] * rows, (), bucket_for(1, largest), 0
+    )
     state = prefill(target, params, [prefix] * rows, state, largest)
     placed = jax.device_put(np.full((rows, 1), root, np.int32), target.sharding.named("batch", None))
     return np.asarray(_root_logits(target, params, state, placed))

@@ -39,6 +39,18 @@ def print_notice(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def latched(should_stop: Callable[[], bool]) -> Callable[[], bool]:
+    """Stays True once it was: a batch whose prefill was cut short must not be decoded any more."""
+    stopped = False
+
+    def ask() -> bool:
+        nonlocal stopped
+        stopped = stopped or should_stop()
+        return stopped
+
+    return ask
+
+
 def make_drafter(draft_method: str, num_speculative_tokens: int) -> Drafter:
     """The drafter of a name. K = 0 decodes plainly whatever the name. Raises UserError."""
     if draft_method not in DRAFT_METHODS:
@@ -167,13 +179,16 @@ class LanguageModel:
           num_speculative_tokens: K, drafted tokens per step; 0 decodes plainly.
           draft_method: "prompt-lookup" or "none".
           ignore_eos: rows end by length alone.
-          max_batch_size: prompts that run side by side; more are run in groups, in order.
+          max_batch_size: prompts that run side by side, rounded up to a multiple of the data axis; more are
+            run in groups, in order.
           on_tokens: called between slices of steps, (row, new token ids, finish reason or None).
           should_stop: asked between slices; True ends the run with what was generated.
 
         Raises:
           UserError: see `check_request`.
         """
+        if isinstance(prompts, str):  # a sequence of strings, too: one prompt per character
+            raise UserError(f"prompts is one text, {prompts[:20]!r}; give a list of texts")
         rows = [self.encode_prompt(p, chat=chat) if isinstance(p, str) else list(p) for p in prompts]
         self.check_request(
             rows,
@@ -183,7 +198,7 @@ class LanguageModel:
             max_batch_size=max_batch_size,
         )
         drafter = make_drafter(draft_method, num_speculative_tokens)
-        stop = should_stop or (lambda: False)
+        stop = latched(should_stop or (lambda: False))
         params = self.params
         compiled_before = compile_seconds()
         batch_size = padded_batch(min(len(rows), max_batch_size), self.sharding.data_size)
@@ -288,6 +303,8 @@ def load_model(
     """
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r}; allowed: {', '.join(DTYPES)}")
+    if min(mesh) < 1:
+        raise UserError(f"mesh {mesh[0]}x{mesh[1]}; allowed: 1 or more shards on each axis")
     ensure_devices(mesh[0] * mesh[1])
     dtype = dtype or default_dtype(jax.default_backend())
     checkpoint = resolve(
