@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from sv_jax.config import ModelConfig, UserError
 
 DATA, MODEL = "data", "model"
+COLLECTIVE_TIMEOUT_SECONDS = 600
 
 LOGICAL_AXES: dict[str, str | None] = {
     "batch": DATA,
@@ -82,6 +84,7 @@ def ensure_devices(count: int) -> None:
     Raises UserError where the platform has fewer devices and cannot emulate.
     """
     if count > 1:
+        _allow_slow_collectives()
         # Harmless where CPU is not the platform; RuntimeError: the backend is up, with what it has.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
@@ -97,6 +100,19 @@ def ensure_devices(count: int) -> None:
         f"a mesh of {count} devices is larger than the {len(available)} {available[0].platform} devices "
         f"here; use a smaller --mesh, or set JAX_PLATFORMS=cpu to emulate {count} devices"
     )
+
+
+def _allow_slow_collectives() -> None:
+    """Keeps XLA from ending the process when emulated devices wait long for each other.
+
+    Eight devices on two busy cores reach a collective far apart; XLA's CPU client gives up after 40 seconds
+    by default. XLA reads the variable when the first backend starts; what the user has set stays.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    for name in ("collective_call_terminate_timeout_seconds", "collective_call_warn_stuck_timeout_seconds"):
+        if name not in flags:
+            flags += f" --xla_cpu_{name}={COLLECTIVE_TIMEOUT_SECONDS}"
+    os.environ["XLA_FLAGS"] = flags.strip()
 
 
 def make_sharding(config: ModelConfig, mesh_shape: tuple[int, int] = (1, 1)) -> Sharding:
