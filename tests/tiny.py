@@ -66,7 +66,7 @@ def prefilled(
     """A state in which every prompt is committed and its first token emitted. [] pads the batch."""
     lengths = np.array([len(p) for p in prompts], np.int32)
     eos = np.full((len(prompts), 2), NO_EOS, np.int32)  # one width: fewer programs to compile
-    for ids, given in zip(eos, eos_ids or []):
+    for ids, given in zip(eos, [] if eos_ids is None else eos_ids):
         ids[: len(given)] = given
     state = start_state(
         target,

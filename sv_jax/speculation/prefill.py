@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from sv_jax.model.transformer import Params, Transformer, compute_logits, forward
-from sv_jax.speculation.commit import append_tokens, cut_at_ends
+from sv_jax.speculation.commit import append_tokens, behind_tokens, cut_at_ends
 from sv_jax.speculation.state import constrain_state
 from sv_jax.speculation.types import SpeculationState
 
@@ -58,7 +58,7 @@ def prefill_chunk(
             target,
             dataclasses.replace(
                 state,
-                cache=state.cache.write(new_kv, state.lengths),
+                cache=state.cache.write(new_kv, behind_tokens(state.lengths, first)),
                 tokens=history,
                 lengths=lengths,
                 finished=state.finished | (completed & ended),

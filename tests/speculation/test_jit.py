@@ -1,0 +1,171 @@
+"""What the compiled loop does not do: recompile, wait for the host, copy caches, gather shards."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sv_jax.drafts.none import NoDraft
+from sv_jax.drafts.prompt_lookup import PromptLookup
+from sv_jax.speculation.loop import decode_slice
+from sv_jax.speculation.prefill import prefill_chunk
+from sv_jax.speculation.state import start_state
+from tests import hlo
+from tests.tiny import TINY, make_model, prefilled, random_prompts, replace, run_to_end
+
+# Sizes that no other array has: the cache, each weight and each activation can be told apart.
+DISTINCT = replace(
+    TINY,
+    vocab_size=112,
+    hidden_size=40,
+    intermediate_size=88,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=12,
+    tie_word_embeddings=False,
+)
+CAPACITY = 96
+
+
+COMPILING = ("/jax/core/compile/jaxpr_trace_duration", "/jax/core/compile/backend_compile_duration")
+
+
+def count_compilations(events, name, *_, **__):
+    if name in COMPILING:
+        events.append(name)
+
+
+def test_nothing_recompiles_after_warm_up():
+    """200 steps with other prompts, lengths, limits, ends, acceptance and slice lengths."""
+    target, params = make_model()
+    drafter = PromptLookup(4)
+    rng = np.random.default_rng(0)
+    options = {"num_speculative_tokens": 4, "capacity": 128}
+
+    def run(seed, max_steps):
+        lengths = rng.integers(1, 30, 4)
+        prompts = random_prompts(lengths, seed=seed)
+        if seed % 2:  # repetitive text: more is accepted
+            prompts = [(p[:4] * len(p))[: len(p)] for p in prompts]
+        limits = lengths + rng.integers(1, 60, 4)
+        eos_ids = rng.integers(0, 64, (4, 2)) if seed % 3 == 0 else None
+        state = prefilled(target, params, prompts, limits=limits, eos_ids=eos_ids, **options)
+        state = run_to_end(target, params, drafter, state, max_steps=max_steps)
+        return np.asarray(state.statistics.histogram).sum(0), int(state.statistics.steps)
+
+    run(0, max_steps=3)
+    events: list[str] = []
+    listener = partial(count_compilations, events)
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    histogram, steps, seed = 0, 0, 0
+    while steps < 200:
+        seed += 1
+        more, taken = run(seed, int(rng.integers(1, 20)))
+        histogram, steps = histogram + more, steps + taken
+    assert events == []
+    assert (histogram[1:6] > 0).all()  # acceptance did vary
+
+    jax.jit(lambda x: x * 3 + seed)(jnp.ones(3))
+    assert set(events) == set(COMPILING)  # the listener does hear
+    jax.monitoring.unregister_event_duration_listener(listener)
+
+
+def test_no_transfer_inside_a_slice():
+    target, params = make_model()
+    prompts = random_prompts((5, 9, 2, 7))
+    state = prefilled(target, params, prompts, limits=[60] * 4, num_speculative_tokens=4)
+    max_steps = jax.device_put(jnp.int32(50))
+    with jax.transfer_guard("disallow"):
+        state = decode_slice(target, params, PromptLookup(4), state, max_steps)
+        with pytest.raises(Exception, match=r"[Dd]isallowed host-to-device transfer"):
+            decode_slice(target, params, PromptLookup(4), state, np.int32(50))
+    assert int(state.statistics.steps) > 5
+
+
+def start(mesh):
+    target, params = make_model(DISTINCT, mesh)
+    lengths, eos_ids = np.full(4, 3, np.int32), np.full((4, 1), 3, np.int32)
+    state = start_state(target, lengths, lengths + 9, eos_ids, capacity=CAPACITY, num_speculative_tokens=4)
+    cache = state.cache.keys[0]
+    return target, params, state, cache.sharding.shard_shape(cache.shape)
+
+
+def gathered(text, params):
+    """Lines that bring shards of a cache or of a weight together, and whether there is any other gather."""
+    gathers = [i for i in hlo.instructions(text) if i.opcode.startswith(("all-gather", "all-to-all"))]
+    weights = [leaf.shape for leaf in jax.tree.leaves(params) if leaf.ndim == 2]
+    bad = [
+        i.line
+        for i in gathers
+        if any(CAPACITY in dims for _, dims in i.shapes) or any(i.has_shape(shape) for shape in weights)
+    ]
+    return bad, len(gathers) > len(bad)
+
+
+@pytest.mark.parametrize("drafter", [PromptLookup(4), NoDraft()], ids=["lookup", "plain"])
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 2)], ids=["1x1", "2x2"])
+def test_loop_body(mesh, drafter):
+    """No copy of a cache, nothing that waits for the host, no shard of a cache or weight gathered."""
+    target, params, state, cache_shape = start(mesh)
+    text = decode_slice.lower(target, params, drafter, state, jnp.int32(10)).compile().as_text()
+    inside = hlo.loop_instructions(text)
+    # The reader sees the loop: per layer and for K and V, an update of the cache.
+    assert sum(i.has_shape(cache_shape) and i.opcode in ("fusion", "scatter") for i in inside) >= 4
+    assert hlo.copies(inside, cache_shape) == []
+    host = ("infeed", "outfeed", "send", "recv", "send-done", "recv-done")
+    assert [i.line for i in inside if i.opcode in host or "callback" in i.line] == []
+    bad, others = gathered(text, params)
+    assert bad == []
+    assert others == (mesh == (2, 2))  # the argmax over a sharded vocabulary: the reader sees it
+
+
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 2)], ids=["1x1", "2x2"])
+def test_prefill_chunk(mesh):
+    """The same of a prefill chunk, which runs outside of any loop."""
+    target, params, state, cache_shape = start(mesh)
+    text = prefill_chunk.lower(target, params, state, jnp.zeros((4, 32), jnp.int32)).compile().as_text()
+    assert hlo.copies(hlo.instructions(text), cache_shape) == []
+    assert gathered(text, params) == ([], mesh == (2, 2))
+
+
+def test_a_copied_cache_would_be_found():
+    """Reading the old cache after the new one was written forces a copy, also inside of a branch."""
+    shape = (4, 2, CAPACITY, 12)
+
+    def body(carry):
+        i, cache = carry
+
+        def overlap():
+            written = jax.lax.dynamic_update_slice(cache, jnp.ones((4, 2, 1, 12)), (0, 0, i, 0))
+            return jax.lax.dynamic_update_slice(written, cache[:, :, :1] + written[:, :, -1:], (0, 0, 0, 0))
+
+        return i + 1, jax.lax.cond(cache[0, 0, 0, 0] > 2, overlap, lambda: cache)
+
+    @partial(jax.jit, donate_argnums=0)
+    def loop(cache):
+        return jax.lax.while_loop(lambda carry: carry[0] < 9, body, (0, cache))
+
+    text = loop.lower(jnp.zeros(shape)).compile().as_text()
+    inside = hlo.loop_instructions(text)
+    assert hlo.copies(inside, shape)
+    assert not hlo.copies(inside, (4, 2, CAPACITY, 13))
+
+
+def test_a_gathered_cache_would_be_found():
+    mesh = jax.make_mesh((2, 2), ("data", "model"))
+    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", "model"))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    gather = jax.jit(lambda x: jnp.sin(x), in_shardings=spec, out_shardings=whole)
+    text = gather.lower(jnp.zeros((4, 2, CAPACITY, 12))).compile().as_text()
+    assert gathered(text, {})[0]
+
+
+def test_a_slice_donates_its_state():
+    """The caches are updated in place: the old ones are gone."""
+    target, params = make_model()
+    state = prefilled(target, params, random_prompts((5,)), limits=[20], num_speculative_tokens=4)
+    after = decode_slice(target, params, PromptLookup(4), state, jnp.int32(3))
+    assert all(array.is_deleted() for array in state.cache.keys + state.cache.values)
+    assert not after.cache.keys[0].is_deleted()
