@@ -210,11 +210,14 @@ def _root_logits(target: Transformer, params: Params, state: SpeculationState, r
 
 
 def next_token_logits(target: Transformer, params: Params, token_ids: Sequence[int]) -> np.ndarray:
-    """float32[V]: the target's logits after `token_ids` (one or more): prefill, then one plain step."""
+    """float32[V]: the target's logits after `token_ids`: prefill, then one plain step.
+
+    token_ids: one or more, and no more than the model's context.
+    """
     rows = target.sharding.data_size
     *prefix, root = token_ids
     # The buckets of plain decoding: what this compiles does not depend on how many tokens there are.
-    largest = largest_bucket(max(len(token_ids), target.config.max_position_embeddings), 1)
+    largest = largest_bucket(target.config.max_position_embeddings, 1)
     state = _place_start(
         target, [len(prefix)] * rows, [len(prefix) + 2] * rows, (), bucket_for(1, largest), 0
     )

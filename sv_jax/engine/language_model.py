@@ -269,7 +269,10 @@ class LanguageModel:
         return compare_outputs(result.outputs, plain.outputs, prompts, self.top2_gap)
 
     def next_token_logits(self, token_ids: Sequence[int]) -> np.ndarray:
-        """float32[V]: the target's logits after `token_ids` (one or more)."""
+        """float32[V]: the target's logits after `token_ids`. Raises UserError for none, or too many."""
+        context = self.checkpoint.config.max_position_embeddings
+        if not 1 <= len(token_ids) <= context:
+            raise UserError(f"{len(token_ids)} tokens; allowed: 1 to {context}")
         return next_token_logits(self.target, self.params, token_ids)
 
     def top2_gap(self, token_ids: Sequence[int]) -> float:
@@ -284,7 +287,7 @@ def load_model(
     mesh: tuple[int, int] = (1, 1),
     dtype: str | None = None,
     max_model_len: int | None = None,
-    cache_directory: Path | None = None,
+    cache_directory: str | Path | None = None,
     progress: bool = True,
     notify: Callable[[str], None] = print_notice,
     lazy: bool = False,
@@ -296,6 +299,7 @@ def load_model(
       mesh: (data, model) shards; CPU emulates as many devices as that takes, before JAX is used.
       dtype: "float32" or "bfloat16", of weights and cache; None: float32 on CPU, bfloat16 elsewhere.
       max_model_len: tokens of prompt and output together; None: the model's own context.
+      cache_directory: of fetched and converted weights and compiled programs; None: the user's cache.
       lazy: read the weights at first use.
 
     Raises:
@@ -307,10 +311,9 @@ def load_model(
         raise UserError(f"mesh {mesh[0]}x{mesh[1]}; allowed: 1 or more shards on each axis")
     ensure_devices(mesh[0] * mesh[1])
     dtype = dtype or default_dtype(jax.default_backend())
-    checkpoint = resolve(
-        model, dtype=dtype, cache_directory=cache_directory, progress=progress, notify=notify
-    )
-    enable_compilation_cache(writable_cache(cache_directory or default_cache_directory(), notify))
+    cache = Path(cache_directory or default_cache_directory()).expanduser()
+    checkpoint = resolve(model, dtype=dtype, cache_directory=cache, progress=progress, notify=notify)
+    enable_compilation_cache(writable_cache(cache, notify))
     sharding = make_sharding(checkpoint.config, mesh)
     loaded = LanguageModel(
         model, checkpoint, sharding, dtype=dtype, max_model_len=max_model_len, progress=progress

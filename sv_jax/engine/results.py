@@ -46,7 +46,7 @@ class GenerationStats:
     """
 
     emitted_tokens: int
-    tokens_per_second: float | None  # decode tokens of all rows over decode seconds
+    tokens_per_second: float | None  # decode tokens of all rows over decode seconds; None: no step was run
     ttft_seconds: float  # start of the call to the first token of the first batch
     tpot_seconds: float | None  # decode seconds over decode tokens of a row, mean over rows
     mean_acceptance_length: float | None  # emitted tokens per row and step, bonus included
@@ -80,6 +80,7 @@ def summarise(
     histogram = np.sum([outcome.histogram for outcome in outcomes], axis=0)
     row_steps = int(histogram.sum())
     emitted_by_steps = int((histogram * np.arange(len(histogram))).sum())
+    decode_seconds = sum(outcome.decode_seconds for outcome in outcomes)
     drafted = sum(outcome.drafted for outcome in outcomes)
     pace = [
         seconds / (len(ids) - 1)
@@ -89,7 +90,7 @@ def summarise(
     ]
     return GenerationStats(
         emitted_tokens=sum(len(ids) for outcome in outcomes for ids in outcome.token_ids),
-        tokens_per_second=_ratio(emitted_by_steps, sum(outcome.decode_seconds for outcome in outcomes)),
+        tokens_per_second=_ratio(emitted_by_steps, decode_seconds) if emitted_by_steps else None,
         ttft_seconds=outcomes[0].first_token_seconds,
         tpot_seconds=_ratio(sum(pace), len(pace)),
         mean_acceptance_length=_ratio(emitted_by_steps, row_steps),
