@@ -50,7 +50,14 @@ def main() -> int:
     reference_model = sv_jax.load_model(arguments.model, dtype="float32")
     prompts = [reference_model.encode_prompt(text) for text in texts]
     limits = {"max_new_tokens": arguments.max_new_tokens}
+    started = time.perf_counter()
     reference = reference_model.generate(prompts, draft_method="none", max_batch_size=1, **limits)
+    print(
+        f"reference: {len(prompts)} prompts decoded plainly, one at a time, on 1x1; "
+        f"{reference.stats.tokens_per_second:.1f} tokens/s, {time.perf_counter() - started:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )
 
     runs, divergences = [], []
     for mesh in meshes:

@@ -35,7 +35,13 @@ def _plain_width(target: Transformer, batch: int) -> int:
 
 
 def _narrow(draft: Draft, width: int) -> Draft:
-    return Draft(draft.tokens[:, :width], draft.parents[:, :width])
+    return jax.tree.map(lambda x: x[:, :width], draft)
+
+
+def _widen_draft(draft: Draft, width: int) -> Draft:
+    """The same draft with empty slots behind it."""
+    probs = None if draft.probs is None else _widen(draft.probs, width)
+    return Draft(_widen(draft.tokens, width), _widen(draft.parents, width, fill=-1), probs)
 
 
 def _widen(x: jax.Array, width: int, fill: int = 0) -> jax.Array:
@@ -54,7 +60,7 @@ def step(target: Transformer, params: Params, drafter: Drafter, state: Speculati
         draft = prune(drafter.propose(state), useful)
     batch, num_nodes = draft.tokens.shape
     plain_width, width = _plain_width(target, batch), step_width(target, drafter, batch)
-    draft = Draft(_widen(draft.tokens, width), _widen(draft.parents, width, fill=-1))
+    draft = _widen_draft(draft, width)
 
     def run(nodes: int) -> tuple[Acceptance, tuple[LayerKV, ...]]:
         narrow = _narrow(draft, nodes)
