@@ -115,6 +115,8 @@ def prefill(
             row[: len(part)] = part
         placed = jax.device_put(tokens, sharding.named("batch", None))
         state = prefill_chunk(target, params, state, placed)
+        # Dispatch is asynchronous: minutes of chunks would be under way before should_stop is asked again.
+        jax.block_until_ready(state.lengths)
         offset += size
     return state
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from sv_jax.engine import decoding
+from sv_jax.speculation.prefill import prefill_chunk
 from tests.engine.tiny_directory import WORDS, assert_greedy, random_prompts
 
 NEW = 24
@@ -151,6 +153,24 @@ def test_stopped_during_prefill(model, once):
     assert [len(output.token_ids) for output in result.outputs] == [1, 0, 1, 0]
     assert [output.finish_reason for output in result.outputs] == ["interrupted"] * 4
     assert_greedy(prompts[0], result.outputs[0].token_ids)
+
+
+def test_stops_are_heard_between_chunks(model, monkeypatch):
+    """Dispatch is asynchronous: without waiting, all chunks are under way before anyone can stop them."""
+    states = []
+
+    def recorded(*arguments):
+        states.append(prefill_chunk(*arguments))
+        return states[-1]
+
+    def ask() -> bool:
+        assert not states or states[-1].lengths.is_ready()
+        return False
+
+    monkeypatch.setattr(decoding, "prefill_chunk", recorded)
+    prompts = random_prompts(5, 1040, 40, 530)
+    model.generate(prompts, max_new_tokens=1, should_stop=ask, **SPECULATIVE)
+    assert len(states) >= 3
 
 
 def test_stopped_at_once(model):

@@ -114,11 +114,17 @@ def test_zero_drafted_tokens_is_plain(model):
 
 def test_a_data_axis_larger_than_the_batch(load):
     """Rows that only pad are no outputs, and count nowhere."""
+    model = load(mesh=(4, 1))
     prompts = random_prompts(33)
-    result = load(mesh=(4, 1)).generate(prompts, max_new_tokens=10, **SPECULATIVE)
+    result = model.generate(prompts, max_new_tokens=10, **SPECULATIVE)
     check(prompts, result, [10])
     assert result.stats.emitted_tokens == 10
     assert sum(result.stats.acceptance_histogram) == result.stats.verify_steps
+    # Groups are never smaller than the data axis: a group of one would take as long as one of four.
+    prompts = random_prompts(9, 30, 3, 20)
+    rounded_up = model.generate(prompts, max_new_tokens=10, max_batch_size=1, draft_method="none")
+    check(prompts, rounded_up, [10] * 4)
+    assert rounded_up.stats.verify_steps == 9
 
 
 def test_groups_keep_the_callers_order(model):
