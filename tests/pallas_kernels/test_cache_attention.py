@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.cache_attention import cache_attention
+from pallas_kernels.cache_attention.reference import KEYS_LEFT_ROWS
 from pallas_kernels.platform import LAYOUTS
 
 CAPACITY = 12
@@ -55,6 +56,17 @@ def check(result, expected, tolerance=2e-5):
 def test_ragged_lengths_and_groups(layout, heads, kv_heads):
     arguments = inputs(lengths=[0, 1, 7, CAPACITY], heads=heads, kv_heads=kv_heads)
     check(run(*arguments, layout), naive(*arguments))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_many_tokens_take_the_other_orientation(layout, dtype):
+    """A prefill chunk has more query rows than a step; its product is laid out the other way round."""
+    num_tokens = 1 + KEYS_LEFT_ROWS // 3
+    arguments = inputs(lengths=[0, 1, CAPACITY], num_tokens=num_tokens, dtype=dtype)
+    tolerance = 2e-5 if dtype == "float32" else 2e-2
+    check(run(*arguments, layout), naive(*arguments), tolerance)
+    check(run(*arguments, layout, window=5), naive(*arguments, window=5), tolerance)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
