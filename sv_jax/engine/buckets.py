@@ -5,6 +5,7 @@ from __future__ import annotations
 SMALLEST_BUCKET = 512
 BUCKET_MULTIPLE = 128  # every cache capacity is a multiple: whole blocks of any allowed block size
 CHUNK_SIZES = (32, 64, 128, 256, 512)
+EMULATED_CHUNK_SIZES = (32, 128)
 SCORE_BYTES = 512 << 20  # float32 attention scores that one prefill chunk may take on one device
 
 
@@ -27,25 +28,24 @@ def bucket_for(slots: int, largest: int) -> int:
     return min(bucket, largest)
 
 
-def largest_chunk(rows: int, heads: int, slots: int, *, emulated: bool) -> int:
-    """The largest prefill chunk whose scores [rows, heads, chunk, slots] stay within SCORE_BYTES.
+def chunk_sizes(rows: int, heads: int, slots: int, *, emulated: bool) -> tuple[int, ...]:
+    """Sizes of prefill chunks whose scores [rows, heads, chunk, slots] stay within SCORE_BYTES, ascending.
 
     Args:
       rows, heads: per device. slots: cache bucket that the prompt ends in.
       emulated: several devices share this host's cores. Chunks stay small then: every device waits in
-        each collective for all the others to finish the same part.
+        each collective for all the others to finish the same part. And they are few: a program for eight
+        devices takes longer to compile, or to load, than some padding to run.
     """
     limit = SCORE_BYTES // (4 * rows * heads * slots)
-    if emulated:
-        limit = min(limit, 128)
-    return max((size for size in CHUNK_SIZES if size <= limit), default=CHUNK_SIZES[0])
+    sizes = EMULATED_CHUNK_SIZES if emulated else CHUNK_SIZES
+    return tuple(size for size in sizes if size <= limit) or sizes[:1]
 
 
-def next_chunk(offset: int, total: int, largest_size: int, capacity_limit: int) -> int:
+def next_chunk(offset: int, total: int, sizes: tuple[int, ...], capacity_limit: int) -> int:
     """Size of the chunk that starts at `offset` of prompts with up to `total` tokens.
 
     The smallest size that holds what is left, or the largest there is, as far as it fits the largest cache.
     """
-    sizes = [s for s in CHUNK_SIZES if s <= largest_size and offset + s <= capacity_limit]
-    fitting = [s for s in sizes if s >= total - offset]
-    return fitting[0] if fitting else sizes[-1]
+    allowed = [size for size in sizes if offset + size <= capacity_limit]
+    return next((size for size in allowed if size >= total - offset), allowed[-1])

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sv_jax.engine.buckets import bucket_for, largest_bucket, largest_chunk, next_chunk, round_up
+from sv_jax.engine.buckets import bucket_for, chunk_sizes, largest_bucket, next_chunk, round_up
 from sv_jax.engine.compile_clock import compile_seconds
 from sv_jax.engine.results import BatchOutcome, FinishReason
 from sv_jax.model.transformer import Params, Transformer
@@ -102,12 +102,10 @@ def prefill(
     sharding = target.sharding
     heads = target.config.num_heads // (1 if "heads" in sharding.replicated else sharding.model_size)
     emulated = sharding.platform == "cpu" and sharding.mesh.size > 1
-    chunk_limit = largest_chunk(
-        batch // sharding.data_size, heads, bucket_for(total, largest), emulated=emulated
-    )
+    sizes = chunk_sizes(batch // sharding.data_size, heads, bucket_for(total, largest), emulated=emulated)
     offset = 0
     while offset < total and not should_stop():
-        size = next_chunk(offset, total, chunk_limit, largest)
+        size = next_chunk(offset, total, sizes, largest)
         state = ensure_capacity(target, state, offset + size, largest)
         tokens = np.zeros((batch, size), np.int32)
         for row, prompt in zip(tokens, prompts):

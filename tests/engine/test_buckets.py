@@ -7,11 +7,12 @@ import pytest
 from sv_jax.engine.buckets import (
     BUCKET_MULTIPLE,
     CHUNK_SIZES,
+    EMULATED_CHUNK_SIZES,
     SCORE_BYTES,
     SMALLEST_BUCKET,
     bucket_for,
+    chunk_sizes,
     largest_bucket,
-    largest_chunk,
     next_chunk,
     round_up,
 )
@@ -61,8 +62,8 @@ def test_buckets_hold_what_they_are_chosen_for():
 
 
 @pytest.mark.parametrize("k", [0, 1, 4, 7, 8, 40])
-@pytest.mark.parametrize("largest_size", CHUNK_SIZES)
-def test_every_chunk_plan_covers_the_prompt_within_the_largest_bucket(k, largest_size):
+@pytest.mark.parametrize("sizes", [EMULATED_CHUNK_SIZES, *(CHUNK_SIZES[:n] for n in (1, 2, 3, 4, 5))])
+def test_every_chunk_plan_covers_the_prompt_within_the_largest_bucket(k, sizes):
     for max_model_len in [*range(2, 300, 7), 511, 512, 513, 1000, 1024, 1100, 2048, 5000]:
         largest = largest_bucket(max_model_len, k + 1)
         # What next_chunk sees is the longest prompt of a batch.
@@ -70,28 +71,29 @@ def test_every_chunk_plan_covers_the_prompt_within_the_largest_bucket(k, largest
         for total in (t for t in totals if 0 < t < max_model_len):
             offset, plan = 0, []
             while offset < total:
-                plan.append(next_chunk(offset, total, largest_size, largest))
+                plan.append(next_chunk(offset, total, sizes, largest))
                 offset += plan[-1]
                 assert offset <= largest, (max_model_len, total, plan)
-            assert set(plan) <= {s for s in CHUNK_SIZES if s <= largest_size}
+            assert set(plan) <= set(sizes)
             assert offset - total < plan[-1]  # no chunk without a prompt token
 
 
 def test_a_plan_takes_large_chunks_and_ends_with_a_small_one():
     small, large = CHUNK_SIZES[0], CHUNK_SIZES[-1]
-    assert next_chunk(0, large + 1, large, 4096) == large
-    assert next_chunk(large, large + 1, large, 4096) == small
-    assert next_chunk(0, small, large, 4096) == small
+    assert next_chunk(0, large + 1, CHUNK_SIZES, 4096) == large
+    assert next_chunk(large, large + 1, CHUNK_SIZES, 4096) == small
+    assert next_chunk(0, small, CHUNK_SIZES, 4096) == small
     # It would fit better, but not into the cache.
-    assert next_chunk(4096 - small, 4096, large, 4096) == small
+    assert next_chunk(4096 - small, 4096, CHUNK_SIZES, 4096) == small
 
 
 def test_chunks_shrink_with_the_scores_they_need():
-    assert largest_chunk(1, 1, 512, emulated=False) == CHUNK_SIZES[-1]
-    assert largest_chunk(1, 1, 512, emulated=True) == 128
-    assert largest_chunk(10_000, 64, 131_072, emulated=False) == CHUNK_SIZES[0]
+    assert chunk_sizes(1, 1, 512, emulated=False) == CHUNK_SIZES
+    assert chunk_sizes(1, 1, 512, emulated=True) == EMULATED_CHUNK_SIZES
+    for emulated in (False, True):
+        assert chunk_sizes(10_000, 64, 131_072, emulated=emulated) == CHUNK_SIZES[:1]
     for slots in (512, 4096, 32_768, 131_072):
-        size = largest_chunk(4, 32, slots, emulated=False)
+        size = chunk_sizes(4, 32, slots, emulated=False)[-1]
         assert size == CHUNK_SIZES[0] or 4 * 4 * 32 * slots * size <= SCORE_BYTES
 
 
