@@ -23,13 +23,11 @@ forth on this continent, a new nation, conceived in Liberty, and dedicated to th
 are created equal. Now we are engaged in a great civil war, testing whether that nation, or any nation so \
 conceived and so dedicated, can long endure.\""""
 
-SUMMARY = """Summarize this report in three sentences, using its own words where you can.
+SUMMARY = """Summarize this report in two sentences, using its own words where you can.
 
 The lighthouse on the northern cape was built in 1871 after two ships were lost on the reef in one winter. \
-Its lamp first burned whale oil, later kerosene, and since 1934 it has been electric. The last keeper left \
-in 1988, when the light became automatic. Storms damaged the gallery in 2003 and again in 2014, and the \
-village raised money to repair it. Today the lighthouse is open on summer weekends, and volunteers lead \
-visitors up the 142 steps to the lamp."""
+Its lamp first burned whale oil, and since 1934 it has been electric. The last keeper left in 1988. Today the \
+lighthouse is open on summer weekends."""
 
 CHAT = "Why does the sky turn red at sunset, but look blue at noon?"
 
