@@ -23,6 +23,7 @@ def plain_step_tokens(platform: str, dtype: str, rows: int) -> int:
     """Tokens T that a step without drafts computes per row.
 
     One, except where the product of a single bfloat16 vector with a matrix misses XLA's fast path: on CPU
-    it reads weights at a fifth of the rate of two vectors (docs/performance.md). (In float32 the single vector is the fast one.)
+    it reads weights at a fifth of the rate of two vectors (docs/performance.md). In float32 the single
+    vector is the fast one.
     """
     return 2 if platform == "cpu" and dtype == "bfloat16" and rows == 1 else 1

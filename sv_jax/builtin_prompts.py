@@ -26,8 +26,8 @@ conceived and so dedicated, can long endure.\""""
 SUMMARY = """Summarize this report in two sentences, using its own words where you can.
 
 The lighthouse on the northern cape was built in 1871 after two ships were lost on the reef in one winter. \
-Its lamp first burned whale oil, and since 1934 it has been electric. The last keeper left in 1988. Today the \
-lighthouse is open on summer weekends."""
+Its lamp first burned whale oil, and since 1934 it has been electric. The last keeper left in 1988. Today \
+the lighthouse is open on summer weekends."""
 
 CHAT = "Why does the sky turn red at sunset, but look blue at noon?"
 

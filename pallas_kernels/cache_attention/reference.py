@@ -54,8 +54,8 @@ def cache_attention(
     rows = jnp.transpose(q.reshape(batch, num_tokens, kv_heads, group, head_dim), (0, 2, 3, 1, 4))
     rows = rows.reshape(batch, kv_heads, group * num_tokens, head_dim)
     # For the few rows of a step the keys go on the left, which was 1.2 to 1.3 times as fast on CPU at 8k
-    # positions; for prefill chunks it is no faster. (Position-major caches, which are not CPU's, stay on the right: XLA's CPU client has no such
-    # product in bfloat16.)
+    # positions; for prefill chunks it is no faster. (Position-major caches, which are not CPU's, stay on the
+    # right: XLA's CPU client has no such product in bfloat16.)
     keys_left = group * num_tokens <= KEYS_LEFT_ROWS and layout == "BKSD"
     position, row = (2, 3) if keys_left else (3, 2)
     batched = ((0, kv_axis), (0, 1)) if keys_left else ((0, 1), (0, kv_axis))
