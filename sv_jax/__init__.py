@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sv_jax.config import UserError
     from sv_jax.engine import GenerationResult, LanguageModel, load_model
+    from sv_jax.sampling_params import SamplingParams
 
-__all__ = ["GenerationResult", "LanguageModel", "UserError", "load_model"]
+__all__ = ["GenerationResult", "LanguageModel", "SamplingParams", "UserError", "load_model"]
 __version__ = "0.1.0"
 
 
@@ -24,6 +25,10 @@ def __getattr__(name: str) -> Any:
         from sv_jax.config import UserError
 
         return UserError
+    if name == "SamplingParams":
+        from sv_jax.sampling_params import SamplingParams
+
+        return SamplingParams
     if name in __all__:
         import sv_jax.engine
 

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 GROUPS = [  # from bottom to top; the first prefix that fits a module is its group
     ("pallas_kernels",),
-    ("sv_jax.config", "sv_jax.sharding"),
+    ("sv_jax.config", "sv_jax.sampling_params", "sv_jax.sharding"),
     ("sv_jax.model",),
     ("sv_jax.speculation",),
     ("sv_jax.drafts",),
