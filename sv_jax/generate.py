@@ -24,7 +24,6 @@ from sv_jax.config import UserError
 from sv_jax.interrupts import INTERRUPTED, deferred_interrupts
 from sv_jax.options import GenerateOptions, flag, parse_options
 from sv_jax.summary import jsonable, lossless_lines, summary_lines
-from sv_jax.text_stream import TextStream
 
 if TYPE_CHECKING:
     from sv_jax.engine import GenerationResult, LanguageModel, LosslessReport
@@ -77,6 +76,8 @@ class TextPrinter:
     """Prints generated text: a lone row while it grows, several rows each in one piece when it ends."""
 
     def __init__(self, prompts: Sequence[str], tokenizer: Any, out: TextIO) -> None:
+        from sv_jax.engine.text_stream import TextStream
+
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._out = out

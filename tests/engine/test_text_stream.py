@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from sv_jax.text_stream import INCOMPLETE, TextStream
+from sv_jax.engine.text_stream import INCOMPLETE, TextStream
 
 TEXTS = [
     "plain",
@@ -94,6 +94,7 @@ def test_portions_do_not_matter():
     for _ in range(200):
         # Also bytes that are no text: the sum of the pieces is what decoding at once gives.
         tokens = [*rng.choices(range(257), k=rng.randrange(12)), *rng.choice(TEXTS).encode()]
+        tokens += rng.choices([0xF0, 0x9F, 0x98, 0x80, 0xFF, 256], k=rng.randrange(9))
         sizes = []
         while sum(sizes) < len(tokens):
             sizes.append(rng.randint(1, 5))
@@ -121,6 +122,47 @@ def test_stream_is_empty_after_finish():
     stream.push(b"a\xf0")
     assert stream.finish() == INCOMPLETE
     assert stream.push(b"b") == "b"
+
+
+def test_text_before_an_incomplete_character_does_not_wait():
+    class Tokenizer(ByteTokenizer):  # merges a space with the first byte of an emoji, as byte-level BPE does
+        def decode(self, token_ids):
+            return super().decode(
+                [b for token in token_ids for b in ([0x20, 0xF0] if token == 300 else [token])]
+            )
+
+    assert pieces_of(Tokenizer(), [0x61, 300, 0x9F, 0x98, 0x80]) == ["a", " ", "", "", "😀", ""]
+
+
+LONG_RUNS = {
+    "special tokens": ([256] * 4000, ""),
+    "specials inside of a character": ([0xE4, *[256] * 4000, 0xBD, 0xA0], "你"),
+    "invalid bytes, then text": ([0xFF] * 4000 + list("你!".encode()), 4000 * INCOMPLETE + "你!"),
+    "cut characters": ([0xF0, 0x9F, 0x98] * 1500 + [0x80], 1499 * INCOMPLETE + "😀"),
+}
+
+
+@pytest.mark.parametrize("name", LONG_RUNS)
+@pytest.mark.parametrize("start", [b"", b"Hi"])
+def test_cost_does_not_grow_in_a_run_without_text(name, start):
+    tokens, text = LONG_RUNS[name]
+
+    class Counting(ByteTokenizer):
+        most = 0
+
+        def decode(self, token_ids):
+            Counting.most = max(Counting.most, len(token_ids))
+            return super().decode(token_ids)
+
+    assert "".join(pieces_of(Counting(), [*start, *tokens])) == start.decode() + text
+    assert Counting.most < 100
+
+
+def test_a_long_run_of_invalid_bytes_with_byte_fallback():
+    # One invalid byte spoils the run that it is in, however long: as decoding at once does.
+    for spoiled in ([0xFF], [0xE4, 0xBD], []):
+        tokens = [1000, *spoiled, *("你好" * 50).encode(), 1001, *"你".encode()]
+        assert "".join(pieces_of(ByteFallbackTokenizer(), tokens)) == ByteFallbackTokenizer().decode(tokens)
 
 
 @pytest.mark.real
