@@ -46,21 +46,16 @@ class RowText:
     Args:
       stop: texts that end the row; none of them empty.
       include_stop: the text ends behind the stop string, not before it.
-      min_tokens: stop strings that are complete with fewer tokens do not count, and stay in the text.
 
     Raises:
       UserError: see `check_stop`.
     """
 
-    def __init__(
-        self, tokenizer: Decoder, *, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0
-    ) -> None:
+    def __init__(self, tokenizer: Decoder, *, stop: Sequence[str] = (), include_stop: bool = False) -> None:
         self._stop = check_stop(stop)
         self._longest_start = max((len(text) for text in self._stop), default=1) - 1
         self._include_stop = include_stop
-        self._min_tokens = min_tokens
         self._stream = TextStream(tokenizer)
-        self._tokens = 0
         self._held = ""
         self._stopped = False
 
@@ -84,11 +79,10 @@ class RowText:
 
     def _push_one(self, token: int) -> str:
         piece = self._stream.push([token])
-        self._tokens += 1
         if not piece:
             return ""
         text = self._held + piece
-        if self._tokens >= self._min_tokens and (cut := self._cut(text)) is not None:
+        if (cut := self._cut(text)) is not None:
             self._held, self._stopped = "", True
             return text[:cut]
         shown = len(text) - self._length_to_hold(text)
@@ -96,12 +90,11 @@ class RowText:
         return text[:shown]
 
     def _cut(self, text: str) -> int | None:
-        """Where the output ends in `text`, if a stop string ends in its part that is new."""
-        seen = len(self._held)
-        found = [(text.find(stop, max(0, seen - len(stop) + 1)), -len(stop)) for stop in self._stop]
-        start, length = min(((at, length) for at, length in found if at >= 0), default=(None, 0))
-        if start is None:
+        """Where the output ends in `text`, if there is a stop string in it."""
+        found = [(text.index(stop), -len(stop)) for stop in self._stop if stop in text]
+        if not found:
             return None
+        start, length = min(found)
         return start - length if self._include_stop else start
 
     def _length_to_hold(self, text: str) -> int:

@@ -129,17 +129,6 @@ def test_nothing_is_kept_after_a_stop_string():
     assert row.finish() == ""
 
 
-def test_stop_strings_before_min_tokens_stay_in_the_text():
-    tokenizer = Pieces("ab", "|", "c|d", "|", "e")
-    texts = {n: outcome(tokenizer, [tokenizer.ids], stop=["|"], min_tokens=n) for n in range(7)}
-    assert texts[0] == texts[1] == texts[2] == ("ab", 2, True)
-    assert texts[3] == ("ab|c", 3, True) and texts[4] == ("ab|c|d", 4, True)
-    assert texts[5] == texts[6] == ("ab|c|d|e", 5, False)
-    # "ab" is over before it counts; it is held as the beginning of "abc", and must not be found then.
-    late = outcome(Pieces("ab", "x"), [[0, 1]], stop=["ab", "abc"], min_tokens=2)
-    assert late == ("abx", 2, False)
-
-
 def random_stops(text, rng):
     """One to three parts of a text, some of them changed so that they begin like it and go on otherwise."""
     stops = []
