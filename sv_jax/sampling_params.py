@@ -36,8 +36,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # subtracted for each time that a token is in the output
 
     def __post_init__(self) -> None:
-        for name in RANGES:
-            object.__setattr__(self, name, check_field(name, getattr(self, name)))
+        for name, limits in RANGES.items():
+            object.__setattr__(self, name, limits.check(name, getattr(self, name)))
 
     @property
     def greedy(self) -> bool:
@@ -51,11 +51,22 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The values that one field takes."""
+    """The numbers that a field or an option takes."""
 
     type: Callable[[Any], float]  # int or float
     holds: Callable[[float], bool]
     allowed: str
+
+    def check(self, label: str, value: Any) -> Any:
+        """`value` as an int or float. Raises UserError, which starts with `label`."""
+        # NumPy's numbers are these, too.
+        expected = numbers.Integral if self.type is int else numbers.Real
+        with contextlib.suppress(OverflowError):  # whole numbers beyond every float
+            if isinstance(value, expected) and not isinstance(value, bool):
+                number = self.type(value)
+                if abs(number) < LARGEST and self.holds(number):
+                    return number
+        raise UserError(f"{label} {value!r} is not allowed; allowed: {self.allowed}")
 
 
 _PENALTY = Range(float, lambda value: -2 <= value <= 2, "a number from -2 to 2")
@@ -71,13 +82,4 @@ RANGES: dict[str, Range] = {
 }
 
 
-def check_field(name: str, value: Any, label: str | None = None) -> Any:
-    """`value` as the int or float of the field `name`. Raises UserError, which starts with `label`."""
-    limits = RANGES[name]
-    expected = numbers.Integral if limits.type is int else numbers.Real  # NumPy's numbers are these, too
-    with contextlib.suppress(OverflowError):  # whole numbers beyond every float
-        if isinstance(value, expected) and not isinstance(value, bool):
-            number = limits.type(value)
-            if abs(number) < LARGEST and limits.holds(number):
-                return number
-    raise UserError(f"{label or name} {value!r} is not allowed; allowed: {limits.allowed}")
+GREEDY = SamplingParams()

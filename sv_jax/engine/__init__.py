@@ -2,13 +2,13 @@
 
 from sv_jax.engine.language_model import (
     DEFAULT_MODEL,
-    DRAFT_METHODS,
     DTYPES,
     LanguageModel,
     load_model,
 )
 from sv_jax.engine.lossless import Divergence, LosslessReport
-from sv_jax.engine.results import GenerationResult, GenerationStats, RequestOutput
+from sv_jax.engine.results import GenerationResult, GenerationStats, RequestOutput, TokenLogprob
+from sv_jax.engine.settings import DRAFT_METHODS
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -20,5 +20,6 @@ __all__ = [
     "LanguageModel",
     "LosslessReport",
     "RequestOutput",
+    "TokenLogprob",
     "load_model",
 ]

@@ -13,21 +13,22 @@ import numpy as np
 
 from sv_jax.engine.buckets import bucket_for, chunk_sizes, largest_bucket, next_chunk, round_up
 from sv_jax.engine.compile_clock import compile_seconds
-from sv_jax.engine.results import BatchOutcome, FinishReason
+from sv_jax.engine.reader import OnText, Reader, Row, row_logprobs, row_traces
+from sv_jax.engine.results import BatchOutcome, RequestOutput
+from sv_jax.engine.row_text import RowText
+from sv_jax.engine.speculation_length import SliceReport, SpeculationLength
+from sv_jax.engine.text_stream import Decoder
+from sv_jax.engine.trace import count_steps
 from sv_jax.model.transformer import Params, Transformer
+from sv_jax.sampling_params import GREEDY, SamplingParams
 from sv_jax.speculation.loop import decode_slice, step_width
 from sv_jax.speculation.prefill import prefill_chunk
+from sv_jax.speculation.request import Request, make_request
 from sv_jax.speculation.state import grow_state, start_state
-from sv_jax.speculation.types import Draft, Drafter, SpeculationState
+from sv_jax.speculation.types import Draft, SpeculationState
 from sv_jax.speculation.verify import verify
 
-# Every K up to this one, and every number of EOS ids up to that one, has a state of one shape: plain and
-# speculative decoding then share their prefill programs.
-SHARED_SPECULATIVE_TOKENS = 15
-EOS_MULTIPLE = 4
-
-OnTokens = Callable[[int, list[int], FinishReason | None], None]
-"""(row, new token ids, finish reason in the row's last call)."""
+TOP_LOGPROBS = 20  # alternatives that the device keeps for each token where any are asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +37,16 @@ class BatchRequest:
 
     prompts: Sequence[Sequence[int]]
     first_row: int  # the caller's index of prompts[0]
+    sampling: Sequence[SamplingParams]
+    occurrences: Sequence[int]  # of each prompt among equal ones with the same seed
     max_new_tokens: int
     max_model_len: int
     eos_ids: Sequence[int]  # empty: rows end by length alone
-    steps_per_slice: int = 16
+    vocab_size: int  # token ids that the tokenizer has
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    logprobs: int = 0
 
 
 class _Stopwatch:
@@ -62,25 +69,14 @@ def ensure_capacity(
     return grow_state(target, state, capacity=bucket)
 
 
-def _place_start(
-    target: Transformer,
-    prompt_lengths: Sequence[int],
-    limits: Sequence[int],
-    eos_ids: Sequence[int],
-    capacity: int,
-    num_speculative_tokens: int,
-) -> SpeculationState:
-    ends = np.full((len(limits), round_up(max(1, len(eos_ids)), EOS_MULTIPLE)), -1, np.int32)
-    ends[:, : len(eos_ids)] = eos_ids
-    row, matrix = target.sharding.named("batch"), target.sharding.named("batch", None)
-    return start_state(
-        target,
-        jax.device_put(np.array(prompt_lengths, np.int32), row),
-        jax.device_put(np.array(limits, np.int32), row),
-        jax.device_put(ends, matrix),
-        capacity=capacity,
-        num_speculative_tokens=max(num_speculative_tokens, SHARED_SPECULATIVE_TOKENS),
-    )
+def start(target: Transformer, request: Request, *, capacity: int, num_logprobs: int = 0) -> SpeculationState:
+    """A state on the target's mesh."""
+
+    def place(x: np.ndarray) -> jax.Array:
+        axes = ("batch", *[None] * (x.ndim - 1)) if x.ndim else ()
+        return jax.device_put(x, target.sharding.named(*axes))
+
+    return start_state(target, jax.tree.map(place, request), capacity=capacity, num_logprobs=num_logprobs)
 
 
 def padded_batch(rows: int, data_size: int) -> int:
@@ -119,88 +115,121 @@ def prefill(
     return state
 
 
-class _Reader:
-    """Reads states back between slices and reports each row's new tokens once."""
-
-    def __init__(self, request: BatchRequest, watch: _Stopwatch, on_tokens: OnTokens | None) -> None:
-        self.request = request
-        self.watch = watch
-        self.on_tokens = on_tokens
-        self.longest = 0  # of all rows, committed tokens
-        self.done = False
-        self.token_ids: list[list[int]] = [[] for _ in request.prompts]
-        self.finish_reasons: list[FinishReason | None] = [None for _ in request.prompts]
-        self.finish_seconds: list[float] = [0.0 for _ in request.prompts]
-
-    def read(self, state: SpeculationState) -> None:
-        """Takes over what is new since the last call."""
-        tokens, lengths, finished = jax.device_get((state.tokens, state.lengths, state.finished))
-        self.longest, self.done = int(lengths.max()), bool(finished.all())
-        seconds = self.watch.seconds()
-        for row, prompt in enumerate(self.request.prompts):
-            if self.finish_reasons[row] is not None:
-                continue
-            known = len(prompt) + len(self.token_ids[row])
-            new = tokens[row, known : lengths[row] + 1].tolist()
-            self.token_ids[row] += new
-            self.finish_seconds[row] = seconds
-            if finished[row]:
-                ended = self.token_ids[row][-1] in self.request.eos_ids
-                self.finish_reasons[row] = "stop" if ended else "length"
-            if self.on_tokens is not None and new:
-                self.on_tokens(self.request.first_row + row, new, self.finish_reasons[row])
+def _make_request(request: BatchRequest, batch_size: int) -> Request:
+    padding = batch_size - len(request.prompts)
+    lengths = [len(p) for p in request.prompts] + [0] * padding
+    return make_request(
+        lengths,
+        [min(n + request.max_new_tokens, request.max_model_len) for n in lengths],
+        min_lengths=[n + request.min_new_tokens for n in lengths],
+        eos_ids=[request.eos_ids] * batch_size,
+        vocab_size=request.vocab_size,
+        sampling=[*request.sampling, *[GREEDY] * padding],
+        occurrences=[*request.occurrences, *[0] * padding],
+    )
 
 
 def decode_batch(
     target: Transformer,
     params: Params,
-    drafter: Drafter,
+    length: SpeculationLength,
     request: BatchRequest,
     *,
+    tokenizer: Decoder,
     batch_size: int,
-    on_tokens: OnTokens | None = None,
+    on_text: OnText | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> BatchOutcome:
     """Prefills and decodes one batch to its end, or until `should_stop` says so between slices.
 
     Args:
+      length: decides slice by slice how many tokens are drafted.
       batch_size: rows to run, at least the number of prompts and a multiple of the data axis; the rest pads.
     """
     watch = _Stopwatch()
-    width = step_width(target, drafter, batch_size)
-    largest = largest_bucket(request.max_model_len, width)
-    lengths = [len(p) for p in request.prompts] + [0] * (batch_size - len(request.prompts))
-    limits = [min(n + request.max_new_tokens, request.max_model_len) for n in lengths]
-    state = _place_start(
-        target, lengths, limits, request.eos_ids, bucket_for(1, largest), drafter.num_speculative_tokens
-    )
-    reader = _Reader(request, watch, on_tokens)
+    rows = [
+        Row(
+            len(prompt),
+            limit=min(request.max_new_tokens, request.max_model_len - len(prompt)),
+            eos_ids=request.eos_ids,
+            text=RowText(
+                tokenizer,
+                stop=request.stop,
+                include_stop=request.include_stop,
+                min_tokens=request.min_new_tokens,
+            ),
+        )
+        for prompt in request.prompts
+    ]
+    reader = Reader(rows, request.first_row, on_text)
+    widest = step_width(target, length.most, batch_size)
+    largest = largest_bucket(request.max_model_len, widest)
+    num_logprobs = TOP_LOGPROBS if request.logprobs else 0
+    arrays = _make_request(request, batch_size)
+    state = start(target, arrays, capacity=bucket_for(1, largest), num_logprobs=num_logprobs)
     state = prefill(target, params, request.prompts, state, largest, should_stop)
-    reader.read(state)
+    state = reader.read(target, state, watch.seconds())
     first_token_seconds = watch.seconds()
-
-    max_steps = jax.device_put(np.int32(request.steps_per_slice), target.sharding.named())
-    while not reader.done and not should_stop():
-        state = ensure_capacity(target, state, reader.longest + width, largest)
-        state = decode_slice(target, params, drafter, state, max_steps)
-        reader.read(state)
+    state = _decode(target, params, length, state, reader, watch, largest, should_stop)
     decode_seconds = watch.seconds() - first_token_seconds
 
-    counts = jax.device_get(state.statistics)
-    live = len(request.prompts)
+    for row in rows:
+        row.interrupt()
+    logprobs = None
+    if state.logprobs is not None:
+        logprobs = row_logprobs(state.logprobs, rows, request.logprobs)
     return BatchOutcome(
-        token_ids=reader.token_ids,
-        finish_reasons=[reason or "interrupted" for reason in reader.finish_reasons],
-        histogram=counts.histogram[:live].sum(axis=0)[: drafter.num_speculative_tokens + 2],
-        drafted=int(counts.drafted[:live].sum()),
-        accepted=int(counts.accepted[:live].sum()),
-        steps_with_draft=int(counts.steps_with_draft[:live].sum()),
-        steps=int(counts.steps),
-        plain_steps=int(counts.plain_steps),
+        outputs=[
+            RequestOutput(
+                row.prompt_tokens,
+                row.token_ids,
+                row.text,
+                row.finish_reason or "interrupted",
+                None if logprobs is None else logprobs[i],
+            )
+            for i, row in enumerate(rows)
+        ],
+        counts=count_steps(row_traces(state.trace, rows), length.most + 1),
         first_token_seconds=first_token_seconds,
         decode_seconds=decode_seconds,
-        row_decode_seconds=[max(0.0, end - first_token_seconds) for end in reader.finish_seconds],
+        row_decode_seconds=[max(0.0, row.seconds - first_token_seconds) for row in rows],
     )
+
+
+def _decode(
+    target: Transformer,
+    params: Params,
+    length: SpeculationLength,
+    state: SpeculationState,
+    reader: Reader,
+    watch: _Stopwatch,
+    largest: int,
+    should_stop: Callable[[], bool],
+) -> SpeculationState:
+    """Slices until every row has ended."""
+    whole = target.sharding.named()
+    while not reader.done and not should_stop():
+        plan = length.plan(state.cache.capacity)
+        width = step_width(target, plan.drafter.num_speculative_tokens, state.lengths.shape[0])
+        state = ensure_capacity(target, state, reader.longest + width, largest)
+        steps_before, before, compiled_before = int(state.steps), watch.seconds(), compile_seconds()
+        numbers = (jax.device_put(np.int32(n), whole) for n in (plan.max_steps, plan.max_drafted))
+        state = decode_slice(target, params, plan.drafter, state, *numbers)
+        state = reader.read(target, state, watch.seconds())
+        compiling = compile_seconds() - compiled_before
+        traces = row_traces(state.trace, reader.rows) if length.wants_traces and not reader.done else []
+        length.observe(
+            SliceReport(
+                bucket=state.cache.capacity,
+                first_step=steps_before + 1,
+                steps=int(state.steps) - steps_before,
+                seconds=watch.seconds() - before,
+                compile_seconds=compiling,
+                traces=traces,
+                remaining_tokens=max((row.remaining for row in reader.rows), default=0),
+            )
+        )
+    return state
 
 
 @partial(jax.jit, static_argnames=("target",))
@@ -218,9 +247,8 @@ def next_token_logits(target: Transformer, params: Params, token_ids: Sequence[i
     *prefix, root = token_ids
     # The buckets of plain decoding: what this compiles does not depend on how many tokens there are.
     largest = largest_bucket(target.config.max_position_embeddings, 1)
-    state = _place_start(
-        target, [len(prefix)] * rows, [len(prefix) + 2] * rows, (), bucket_for(1, largest), 0
-    )
+    request = make_request([len(prefix)] * rows, [len(prefix) + 2] * rows)
+    state = start(target, request, capacity=bucket_for(1, largest))
     state = prefill(target, params, [prefix] * rows, state, largest)
     placed = jax.device_put(np.full((rows, 1), root, np.int32), target.sharding.named("batch", None))
     return np.asarray(_root_logits(target, params, state, placed))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -13,24 +16,18 @@ import numpy as np
 from sv_jax.checkpoints import Checkpoint, Tokenizer, default_cache_directory, load_params, resolve
 from sv_jax.checkpoints.cache import writable_cache
 from sv_jax.config import UserError
-from sv_jax.drafts.none import NoDraft
-from sv_jax.drafts.prompt_lookup import PromptLookup
 from sv_jax.engine.compile_cache import enable_compilation_cache
 from sv_jax.engine.compile_clock import compile_seconds
-from sv_jax.engine.decoding import BatchRequest, OnTokens, decode_batch, next_token_logits, padded_batch
+from sv_jax.engine.decoding import BatchRequest, decode_batch, next_token_logits, padded_batch
 from sv_jax.engine.lossless import LosslessReport, compare_outputs
-from sv_jax.engine.results import (
-    BatchOutcome,
-    FinishReason,
-    GenerationResult,
-    RequestOutput,
-    summarise,
-)
+from sv_jax.engine.reader import OnText
+from sv_jax.engine.results import BatchOutcome, GenerationResult, RequestOutput, summarise
+from sv_jax.engine.settings import Settings
+from sv_jax.engine.speculation_length import AdaptiveLength, SpeculationLength
 from sv_jax.model.transformer import Params, Transformer, abstract_params
+from sv_jax.sampling_params import GREEDY, SamplingParams
 from sv_jax.sharding import Sharding, ensure_devices, make_sharding
-from sv_jax.speculation.types import Drafter
 
-DRAFT_METHODS = ("prompt-lookup", "none")
 DTYPES = ("float32", "bfloat16")
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -51,15 +48,15 @@ def latched(should_stop: Callable[[], bool]) -> Callable[[], bool]:
     return ask
 
 
-def make_drafter(draft_method: str, num_speculative_tokens: int) -> Drafter:
-    """The drafter of a name. K = 0 decodes plainly whatever the name. Raises UserError."""
-    if draft_method not in DRAFT_METHODS:
-        raise UserError(f"draft method {draft_method!r}; allowed: {', '.join(DRAFT_METHODS)}")
-    if num_speculative_tokens < 0:
-        raise UserError(f"num_speculative_tokens={num_speculative_tokens}; allowed: 0 (plain) or more")
-    if draft_method == "none" or num_speculative_tokens == 0:
-        return NoDraft()
-    return PromptLookup(num_speculative_tokens)
+def count_occurrences(prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[int]:
+    """Of each prompt: how many equal prompts with the same seed stand before it."""
+    seen: Counter[tuple[tuple[int, ...], int]] = Counter()
+    occurrences = []
+    for prompt, params in zip(prompts, sampling):
+        key = (tuple(prompt), params.seed)
+        occurrences.append(seen[key])
+        seen[key] += 1
+    return occurrences
 
 
 def default_dtype(platform: str) -> str:
@@ -92,6 +89,7 @@ class LanguageModel:
         self.load_seconds = 0.0
         self._progress = progress
         self._params: Params | None = None
+        self._adaptive: dict[tuple[str, int], AdaptiveLength] = {}  # keeps the costs that were measured
 
     @property
     def provenance(self) -> str:
@@ -130,20 +128,12 @@ class LanguageModel:
         rendered = self.tokenizer.apply_chat_template([{"role": "user", "content": text}])
         return self.tokenizer.encode(rendered, add_special_tokens=False)
 
-    def check_request(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int = 128,
-        num_speculative_tokens: int = 7,
-        draft_method: str = "prompt-lookup",
-        max_batch_size: int = 16,
-    ) -> None:
+    def check_request(self, prompts: Sequence[Sequence[int]], **settings: Any) -> None:
         """Raises UserError for what `generate` would refuse; reads no weights."""
-        make_drafter(draft_method, num_speculative_tokens)
-        for name, value in (("max_new_tokens", max_new_tokens), ("max_batch_size", max_batch_size)):
-            if value < 1:
-                raise UserError(f"{name}={value}; allowed: 1 or more")
+        Settings(**settings).sampling_of(len(prompts))
+        self._check_prompts(prompts)
+
+    def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
         if not prompts:
             raise UserError("no prompts; give at least one")
         vocabulary = self.checkpoint.config.vocab_size
@@ -163,109 +153,136 @@ class LanguageModel:
         prompts: Sequence[str | Sequence[int]],
         *,
         max_new_tokens: int = 128,
-        num_speculative_tokens: int = 7,
+        min_new_tokens: int = 0,
+        num_speculative_tokens: int | Literal["auto"] = 7,
         draft_method: str = "prompt-lookup",
-        chat: bool | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
         ignore_eos: bool = False,
+        logprobs: int = 0,
+        chat: bool | None = None,
         max_batch_size: int = 16,
-        on_tokens: OnTokens | None = None,
+        on_text: OnText | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> GenerationResult:
-        """Decodes greedily, speculatively; the output is that of plain greedy decoding, up to near-ties.
+        """Decodes speculatively. Greedy output is that of plain greedy decoding, up to near-ties; sampled
+        output follows the law of plain sampling (with prompt lookup it is what plain sampling would draw).
 
         Args:
           prompts: texts (see `encode_prompt`), or token ids that are taken as they are.
           max_new_tokens: exact limit of output tokens per prompt; the context limit may end a row before.
-          num_speculative_tokens: K, drafted tokens per step; 0 decodes plainly.
+          min_new_tokens: output tokens before which no EOS token is emitted and no stop string counts.
+          num_speculative_tokens: K, drafted tokens per step; 0 decodes plainly; "auto" follows measured
+            acceptance and cost, down to plain steps.
           draft_method: "prompt-lookup" or "none".
-          ignore_eos: rows end by length alone.
+          sampling: of all prompts, or one per prompt. A prompt's text depends on its own seed, and on its
+            number among equal prompts with the same seed, not on what stands beside it.
+          stop: texts that end a row when they appear in its output. Its token ids end with the token that
+            completes the stop string, its text before it.
+          include_stop: the text keeps the stop string.
+          ignore_eos: rows end by length, or by a stop string.
+          logprobs: most likely tokens, 0 to 20, whose log-probabilities are given beside each output token's
+            own; 0 gives none at all.
           max_batch_size: prompts that run side by side, rounded up to a multiple of the data axis; more are
             run in groups, in order.
-          on_tokens: called between slices of steps, (row, new token ids, finish reason or None).
+          on_text: called between slices of steps, (row, new text, finish reason or None).
           should_stop: asked between slices; True ends the run with what was generated.
 
         Raises:
           UserError: see `check_request`.
         """
+        settings = Settings(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens,
+            num_speculative_tokens=num_speculative_tokens,
+            draft_method=draft_method,
+            sampling=sampling,
+            stop=tuple(stop) if not isinstance(stop, str) else stop,
+            include_stop=include_stop,
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+            max_batch_size=max_batch_size,
+        )
         if isinstance(prompts, str):  # a sequence of strings, too: one prompt per character
             raise UserError(f"prompts is one text, {prompts[:20]!r}; give a list of texts")
         rows = [self.encode_prompt(p, chat=chat) if isinstance(p, str) else list(p) for p in prompts]
-        self.check_request(
-            rows,
-            max_new_tokens=max_new_tokens,
-            num_speculative_tokens=num_speculative_tokens,
-            draft_method=draft_method,
-            max_batch_size=max_batch_size,
-        )
-        drafter = make_drafter(draft_method, num_speculative_tokens)
-        stop = latched(should_stop or (lambda: False))
+        self._check_prompts(rows)
+        return self._run(rows, settings, on_text, latched(should_stop or (lambda: False)))
+
+    def _run(
+        self,
+        rows: list[list[int]],
+        settings: Settings,
+        on_text: OnText | None,
+        should_stop: Callable[[], bool],
+    ) -> GenerationResult:
+        sampling = settings.sampling_of(len(rows))
+        occurrences = count_occurrences(rows, sampling)
         params = self.params
         compiled_before = compile_seconds()
-        batch_size = padded_batch(min(len(rows), max_batch_size), self.sharding.data_size)
+        batch_size = padded_batch(min(len(rows), settings.max_batch_size), self.sharding.data_size)
+        length = self._length(settings, batch_size)
         outcomes: list[BatchOutcome] = []
         for first in range(0, len(rows), batch_size):
-            if outcomes and stop():
+            if outcomes and should_stop():
                 break
+            batch = slice(first, first + batch_size)
             request = BatchRequest(
-                prompts=rows[first : first + batch_size],
+                prompts=rows[batch],
                 first_row=first,
-                max_new_tokens=max_new_tokens,
+                sampling=sampling[batch],
+                occurrences=occurrences[batch],
+                max_new_tokens=settings.max_new_tokens,
+                min_new_tokens=settings.min_new_tokens,
                 max_model_len=self.max_model_len,
-                eos_ids=() if ignore_eos else self.checkpoint.eos_token_ids,
+                eos_ids=() if settings.ignore_eos else self.checkpoint.eos_token_ids,
+                vocab_size=self.tokenizer.vocab_size,
+                stop=tuple(settings.stop),
+                include_stop=settings.include_stop,
+                logprobs=settings.logprobs,
             )
             outcome = decode_batch(
                 self.target,
                 params,
-                drafter,
+                length,
                 request,
+                tokenizer=self.tokenizer,
                 batch_size=batch_size,
-                on_tokens=on_tokens,
-                should_stop=stop,
+                on_text=on_text,
+                should_stop=should_stop,
             )
             outcomes.append(outcome)
+        outputs = [output for outcome in outcomes for output in outcome.outputs]
+        # A prompt whose batch never ran has no tokens of its own.
+        outputs += [RequestOutput(len(row), [], "", "interrupted") for row in rows[len(outputs) :]]
         stats = summarise(outcomes, compile_seconds() - compiled_before, self.load_seconds)
-        outputs = self._outputs(rows, outcomes)
         interrupted = any(o.finish_reason == "interrupted" for o in outputs)
-        return GenerationResult(outputs, stats, interrupted)
+        return GenerationResult(outputs, stats, settings, interrupted)
 
-    def _outputs(self, rows: list[list[int]], outcomes: list[BatchOutcome]) -> list[RequestOutput]:
-        """One output per prompt; a prompt whose batch never ran has none of its own tokens."""
-        token_ids = [ids for outcome in outcomes for ids in outcome.token_ids]
-        reasons = [reason for outcome in outcomes for reason in outcome.finish_reasons]
-        missing = len(rows) - len(token_ids)
-        token_ids += [[] for _ in range(missing)]
-        reasons += ["interrupted"] * missing
-        return [
-            RequestOutput(len(prompt), ids, self._text(ids, reason), reason)
-            for prompt, ids, reason in zip(rows, token_ids, reasons)
-        ]
-
-    def _text(self, token_ids: list[int], reason: FinishReason) -> str:
-        """The text of an output; the token that ended it is none, even where a tokenizer would show it."""
-        return self.tokenizer.decode(token_ids[:-1] if reason == "stop" else token_ids)
+    def _length(self, settings: Settings, batch_size: int) -> SpeculationLength:
+        """Who decides how many tokens are drafted; what it measured in earlier calls is not lost."""
+        length = settings.make_length()
+        if not isinstance(length, AdaptiveLength):
+            return length
+        known = self._adaptive.setdefault((settings.draft_method, batch_size), length)
+        known.restart()
+        return known
 
     def compare_with_plain(
         self,
         result: GenerationResult,
         prompts: Sequence[Sequence[int]],
         *,
-        max_new_tokens: int = 128,
-        ignore_eos: bool = False,
-        max_batch_size: int = 16,
         should_stop: Callable[[], bool] | None = None,
     ) -> LosslessReport:
-        """Decodes the same prompts plainly and compares token for token.
+        """Decodes the same prompts plainly, with the settings of `result`, and compares token for token.
 
         An interrupted row, of either run, is compared as far as it got.
         """
-        plain = self.generate(
-            prompts,
-            max_new_tokens=max_new_tokens,
-            draft_method="none",
-            ignore_eos=ignore_eos,
-            max_batch_size=max_batch_size,
-            should_stop=should_stop,
-        )
+        settings = dataclasses.replace(result.settings, draft_method="none", logprobs=0)
+        stop = latched(should_stop or (lambda: False))
+        plain = self._run([list(prompt) for prompt in prompts], settings, None, stop)
         return compare_outputs(result.outputs, plain.outputs, prompts, self.top2_gap)
 
     def next_token_logits(self, token_ids: Sequence[int]) -> np.ndarray:

@@ -8,34 +8,45 @@ from typing import Any, Literal
 
 import numpy as np
 
+from sv_jax.engine.settings import Settings
+from sv_jax.engine.trace import StepCounts
+
 FinishReason = Literal["stop", "length", "interrupted"]
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchOutcome:
-    """Host copies of what one batch emitted and counted, without the rows that pad it."""
+class TokenLogprob:
+    """Log-probability of an output token under the model's own law (no penalties, temperature or filters)."""
 
-    token_ids: list[list[int]]
-    finish_reasons: list[FinishReason]
-    histogram: np.ndarray  # int[K + 2], index i: row-steps that emitted i tokens
-    drafted: int
-    accepted: int
-    steps_with_draft: int
-    steps: int
-    plain_steps: int
-    first_token_seconds: float  # these three without compilation
-    decode_seconds: float
-    row_decode_seconds: list[float]  # first token to last, as seen between slices
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]  # (token id, log-probability) of the most likely tokens, descending
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestOutput:
-    """One prompt's output. An EOS id is in token_ids, never in text."""
+    """One prompt's output.
+
+    An EOS id is in token_ids, never in text. A stop string ends token_ids with the token that completes it
+    and text before it.
+    """
 
     prompt_tokens: int
     token_ids: list[int]
     text: str
     finish_reason: FinishReason  # "interrupted": the caller's should_stop ended the run
+    logprobs: list[TokenLogprob] | None = None  # one per token; None: not asked for
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchOutcome:
+    """What one batch emitted and counted, without the rows that pad it."""
+
+    outputs: list[RequestOutput]
+    counts: StepCounts
+    first_token_seconds: float  # these three without compilation
+    decode_seconds: float
+    row_decode_seconds: list[float]  # first token to last, as seen between slices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +77,7 @@ class GenerationStats:
 class GenerationResult:
     outputs: list[RequestOutput]
     stats: GenerationStats
+    settings: Settings  # what was asked for
     interrupted: bool = False
 
 
@@ -77,28 +89,30 @@ def summarise(
     outcomes: Sequence[BatchOutcome], compile_seconds: float, load_seconds: float
 ) -> GenerationStats:
     """The figures of all batches of a call together."""
-    histogram = np.sum([outcome.histogram for outcome in outcomes], axis=0)
+    counts = [outcome.counts for outcome in outcomes]
+    size = max(len(c.histogram) for c in counts)
+    histogram = np.sum([np.pad(c.histogram, (0, size - len(c.histogram))) for c in counts], axis=0)
     row_steps = int(histogram.sum())
     emitted_by_steps = int((histogram * np.arange(len(histogram))).sum())
     decode_seconds = sum(outcome.decode_seconds for outcome in outcomes)
-    drafted = sum(outcome.drafted for outcome in outcomes)
+    drafted = sum(c.drafted for c in counts)
     pace = [
-        seconds / (len(ids) - 1)
+        seconds / (len(output.token_ids) - 1)
         for outcome in outcomes
-        for ids, seconds in zip(outcome.token_ids, outcome.row_decode_seconds)
-        if len(ids) > 1
+        for output, seconds in zip(outcome.outputs, outcome.row_decode_seconds)
+        if len(output.token_ids) > 1
     ]
     return GenerationStats(
-        emitted_tokens=sum(len(ids) for outcome in outcomes for ids in outcome.token_ids),
+        emitted_tokens=sum(len(output.token_ids) for outcome in outcomes for output in outcome.outputs),
         tokens_per_second=_ratio(emitted_by_steps, decode_seconds) if emitted_by_steps else None,
         ttft_seconds=outcomes[0].first_token_seconds,
         tpot_seconds=_ratio(sum(pace), len(pace)),
         mean_acceptance_length=_ratio(emitted_by_steps, row_steps),
         acceptance_histogram=histogram[1:].tolist(),
-        draft_acceptance_rate=_ratio(sum(outcome.accepted for outcome in outcomes), drafted),
-        draft_coverage=_ratio(sum(outcome.steps_with_draft for outcome in outcomes), row_steps),
-        verify_steps=sum(outcome.steps for outcome in outcomes),
-        plain_steps=sum(outcome.plain_steps for outcome in outcomes),
+        draft_acceptance_rate=_ratio(sum(c.accepted for c in counts), drafted),
+        draft_coverage=_ratio(sum(c.steps_with_draft for c in counts), row_steps),
+        verify_steps=sum(c.steps for c in counts),
+        plain_steps=sum(c.plain_steps for c in counts),
         compile_seconds=compile_seconds,
         load_seconds=load_seconds,
     )

@@ -16,12 +16,13 @@ What lies in a row's cache, K = 3, when one of three drafted tokens is accepted 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from sv_jax.model.cache import LayerKV
-from sv_jax.speculation.types import Acceptance, Draft, SpeculationState, Statistics
+from sv_jax.speculation.types import Acceptance, Draft, Logprobs, SpeculationState, Trace
 
 
 def cut_at_ends(
@@ -46,10 +47,10 @@ def cut_at_ends(
 
 
 def append_tokens(buffer: jax.Array, new: jax.Array, starts: jax.Array) -> jax.Array:
-    """Writes new int32[B, T] into buffer int32[B, N] at starts[b]; needs starts + T <= N."""
+    """Writes new [B, T, ..] into buffer [B, N, ..] at starts[b]; needs starts + T <= N."""
 
     def row(old: jax.Array, update: jax.Array, start: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(old, update, (start,))
+        return jax.lax.dynamic_update_slice(old, update, (start, *[0] * (old.ndim - 1)))
 
     return jax.vmap(row)(buffer, new, starts)
 
@@ -72,28 +73,42 @@ def gather_path(new_kv: tuple[LayerKV, ...], path: jax.Array) -> tuple[LayerKV, 
     )
 
 
-def _count(state: SpeculationState, draft: Draft, acceptance: Acceptance, kept: jax.Array) -> Statistics:
-    counts = state.statistics
-    live = ~state.finished
-    emitted = jax.nn.one_hot(kept, counts.histogram.shape[1], dtype=jnp.int32)
-    drafted = jnp.where(live, draft.num_drafted, 0)
-    accepted = jnp.where(live, jnp.minimum(kept, acceptance.num_emitted - 1), 0)
-    return Statistics(
-        histogram=counts.histogram + emitted * live[:, None],
-        drafted=counts.drafted + drafted,
-        accepted=counts.accepted + accepted,
-        steps_with_draft=counts.steps_with_draft + (drafted > 0),
-        steps=counts.steps + 1,
-        plain_steps=counts.plain_steps + ~jnp.any(drafted > 0),
+def _trace(state: SpeculationState, draft: Draft, verified: Draft, acceptance: Acceptance) -> Trace:
+    """The trace of a step's tokens, [B, T]."""
+    shape = acceptance.tokens.shape
+    slots = jnp.arange(shape[1], dtype=jnp.int32)
+    is_draft = slots < (acceptance.num_emitted - 1)[:, None]
+    # In a step that verified nothing: whether some proposal below the root was the token that came.
+    guess = (draft.parents == 0) & (draft.tokens == acceptance.tokens[:, :1])
+    seen = jnp.any(guess, axis=1, keepdims=True) & (slots == 0) & (verified.num_drafted == 0)[:, None]
+    return Trace(
+        step=jnp.broadcast_to(state.steps + 1, shape),
+        drafted=jnp.broadcast_to(verified.num_drafted[:, None], shape),
+        proposed=jnp.broadcast_to(draft.num_drafted[:, None], shape),
+        foreseen=is_draft | seen,
     )
 
 
+def record(old: Any, new: Any, starts: jax.Array) -> Any:
+    """Writes what belongs to emitted tokens ([B, T, ..] leaves) at their positions ([B, N, ..] leaves)."""
+    return jax.tree.map(lambda buffer, values: append_tokens(buffer, values, starts), old, new)
+
+
 def commit(
-    state: SpeculationState, draft: Draft, new_kv: tuple[LayerKV, ...], acceptance: Acceptance
+    state: SpeculationState,
+    draft: Draft,
+    verified: Draft,
+    new_kv: tuple[LayerKV, ...],
+    acceptance: Acceptance,
+    logprobs: Logprobs | None = None,
 ) -> SpeculationState:
     """lengths += what was emitted; a finished row emits 0, an EOS token or the limit truncates.
 
     The caller guarantees capacity: lengths + T <= cache.capacity for every row, finished ones too.
+
+    Args:
+      draft: as proposed. verified: what was left of it to verify.
+      logprobs: of the emitted tokens, [B, T, ..]; None where the state keeps none.
     """
     with jax.named_scope("commit"):
         emitted = jnp.where(state.finished, 0, acceptance.num_emitted)
@@ -105,7 +120,9 @@ def commit(
             state,
             cache=state.cache.write(gather_path(new_kv, acceptance.path), starts),
             tokens=append_tokens(state.tokens, acceptance.tokens, state.lengths + 1),
+            trace=record(state.trace, _trace(state, draft, verified, acceptance), state.lengths + 1),
+            logprobs=record(state.logprobs, logprobs, state.lengths + 1),
             lengths=state.lengths + kept,
             finished=state.finished | ended,
-            statistics=_count(state, draft, acceptance, kept),
+            steps=state.steps + 1,
         )

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from pallas_kernels.platform import plain_step_tokens
 from sv_jax.model.cache import LayerKV
 from sv_jax.model.transformer import Params, Transformer
-from sv_jax.speculation.accept import accept_greedy
+from sv_jax.speculation.accept import accept
 from sv_jax.speculation.commit import commit
+from sv_jax.speculation.logprobs import emitted_logprobs
+from sv_jax.speculation.penalties import process_logits
 from sv_jax.speculation.state import constrain_state
 from sv_jax.speculation.tree import ancestor_mask, node_depths
-from sv_jax.speculation.types import Acceptance, Draft, Drafter, SpeculationState
+from sv_jax.speculation.types import Acceptance, Draft, Drafter, Logprobs, SpeculationState
 from sv_jax.speculation.verify import verify
 
 
@@ -25,9 +27,9 @@ def prune(draft: Draft, max_depth: jax.Array) -> Draft:
     return dataclasses.replace(draft, parents=jnp.where(too_deep, -1, draft.parents))
 
 
-def step_width(target: Transformer, drafter: Drafter, batch: int) -> int:
-    """Nodes T that a step of this drafter computes per row, and slots that it writes."""
-    return max(drafter.num_speculative_tokens + 1, _plain_width(target, batch))
+def step_width(target: Transformer, num_speculative_tokens: int, batch: int) -> int:
+    """Nodes T that a step with K drafted tokens computes per row, and slots that it writes."""
+    return max(num_speculative_tokens + 1, _plain_width(target, batch))
 
 
 def _plain_width(target: Transformer, batch: int) -> int:
@@ -49,35 +51,58 @@ def _widen(x: jax.Array, width: int, fill: int = 0) -> jax.Array:
     return jnp.pad(x, padding, constant_values=fill)
 
 
-def step(target: Transformer, params: Params, drafter: Drafter, state: SpeculationState) -> SpeculationState:
+def step(
+    target: Transformer,
+    params: Params,
+    drafter: Drafter,
+    state: SpeculationState,
+    max_drafted: int | jax.Array | None = None,
+) -> SpeculationState:
     """One step of every row. Where no row has a draft it costs what a plain decode step does.
 
     The caller guarantees lengths + step_width(..) <= cache.capacity for every row.
+
+    Args:
+      max_drafted: deepest nodes that are verified, None for all that the drafter proposes; 0 makes a plain
+        step. May be traced.
     """
     with jax.named_scope("propose"):
         # A row with room for m tokens can use m - 1 drafted ones; a finished row none.
         useful = jnp.where(state.finished, 0, state.limits - state.lengths - 2)
-        draft = prune(drafter.propose(state), useful)
+        proposed = prune(drafter.propose(state), useful)
+        draft = proposed if max_drafted is None else prune(proposed, jnp.minimum(useful, max_drafted))
     batch, num_nodes = draft.tokens.shape
-    plain_width, width = _plain_width(target, batch), step_width(target, drafter, batch)
-    draft = _widen_draft(draft, width)
+    plain_width, width = _plain_width(target, batch), step_width(target, num_nodes - 1, batch)
+    proposed, draft = _widen_draft(proposed, width), _widen_draft(draft, width)
 
-    def run(nodes: int) -> tuple[Acceptance, tuple[LayerKV, ...]]:
-        narrow = _narrow(draft, nodes)
-        verification = verify(target, params, state.cache, state.lengths, narrow)
-        acceptance = accept_greedy(narrow, verification.logits)
-        return jax.tree.map(
-            lambda x: x if x.ndim == 1 else _widen(x, width), (acceptance, verification.new_kv)
-        )
+    def run(nodes: int) -> tuple[Acceptance, tuple[LayerKV, ...], Logprobs | None]:
+        results = verify_and_accept(target, params, state, _narrow(draft, nodes))
+        return jax.tree.map(lambda x: x if x.ndim == 1 else _widen(x, width), results)
 
     if num_nodes > 1 and width > plain_width:
         # The branches only read the cache; the write comes behind them, once.
-        acceptance, new_kv = jax.lax.cond(
-            jnp.any(draft.num_drafted > 0), lambda: run(width), lambda: run(plain_width)
-        )
+        results = jax.lax.cond(jnp.any(draft.num_drafted > 0), lambda: run(width), lambda: run(plain_width))
     else:
-        acceptance, new_kv = run(width)
-    return commit(state, draft, new_kv, acceptance)
+        results = run(width)
+    acceptance, new_kv, logprobs = results
+    return commit(state, proposed, draft, new_kv, acceptance, logprobs)
+
+
+def verify_and_accept(
+    target: Transformer, params: Params, state: SpeculationState, draft: Draft
+) -> tuple[Acceptance, tuple[LayerKV, ...], Logprobs | None]:
+    """What a step emits, the K/V of its nodes, and log-probabilities where the state keeps them."""
+    verification = verify(target, params, state.cache, state.lengths, draft)
+    ancestors = ancestor_mask(draft.parents)
+    following = state.lengths[:, None] + node_depths(ancestors) + 1
+    logits = process_logits(verification.logits, state, draft.tokens, ancestors, following)
+    acceptance = accept(draft, logits, state.sampling, state.lengths)
+    logprobs = None
+    if state.logprobs is not None:
+        count = state.logprobs.top.shape[-1]
+        emitted = acceptance.tokens, acceptance.path
+        logprobs = emitted_logprobs(verification.logits, *emitted, count, target.sharding)
+    return acceptance, verification.new_kv, logprobs
 
 
 def has_room(state: SpeculationState, width: int) -> jax.Array:
@@ -87,7 +112,12 @@ def has_room(state: SpeculationState, width: int) -> jax.Array:
 
 @partial(jax.jit, static_argnames=("target", "drafter"), donate_argnames=("state",))
 def decode_slice(
-    target: Transformer, params: Params, drafter: Drafter, state: SpeculationState, max_steps: jax.Array
+    target: Transformer,
+    params: Params,
+    drafter: Drafter,
+    state: SpeculationState,
+    max_steps: jax.Array,
+    max_drafted: jax.Array | None = None,
 ) -> SpeculationState:
     """Up to `max_steps` steps on the device; ends earlier when all rows have, or when the bucket is full.
 
@@ -95,12 +125,13 @@ def decode_slice(
       target, drafter: static; one program per pair, batch and bucket.
       state: donated. Prompts are prefilled.
       max_steps: int32[], traced: changing it does not recompile.
+      max_drafted: int32[], traced; see `step`.
 
     Returns:
       The state after the slice. If rows are unfinished and `max_steps` was not reached, the bucket is full:
       `grow_state`, then go on.
     """
-    width = step_width(target, drafter, state.lengths.shape[0])
+    width = step_width(target, drafter.num_speculative_tokens, state.lengths.shape[0])
 
     def proceed(carry: tuple[jax.Array, SpeculationState]) -> jax.Array:
         done_steps, state = carry
@@ -108,7 +139,7 @@ def decode_slice(
 
     def body(carry: tuple[jax.Array, SpeculationState]) -> tuple[jax.Array, SpeculationState]:
         done_steps, state = carry
-        return done_steps + 1, constrain_state(target, step(target, params, drafter, state))
+        return done_steps + 1, constrain_state(target, step(target, params, drafter, state, max_drafted))
 
     _, state = jax.lax.while_loop(proceed, body, (jnp.zeros((), jnp.int32), state))
     return constrain_state(target, state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,24 +12,24 @@ import jax.numpy as jnp
 from pallas_kernels.platform import cache_layout
 from sv_jax.model.cache import KVCache, cache_axes, cache_shape
 from sv_jax.model.transformer import Transformer
-from sv_jax.speculation.types import SpeculationState, Statistics
+from sv_jax.speculation.request import Request
+from sv_jax.speculation.types import Logprobs, SpeculationState, Trace
+
+# Logical axes by field; what is not listed has one row per sequence and nothing to cut behind it.
+_WHOLE = ("steps", "vocab_size")
 
 
-def state_axes(state: SpeculationState) -> SpeculationState:
+def state_axes(state: SpeculationState) -> Any:
     """The state's tree with each array's logical axes in its place."""
-    row, matrix = ("batch",), ("batch", None)
     layer = cache_axes(state.cache.layout)
-    layers = tuple(layer for _ in state.cache.keys)
-    return SpeculationState(
-        cache=KVCache(layers, layers, state.cache.layout),  # type: ignore[arg-type]
-        tokens=matrix,  # type: ignore[arg-type]
-        lengths=row,  # type: ignore[arg-type]
-        prompt_lengths=row,  # type: ignore[arg-type]
-        limits=row,  # type: ignore[arg-type]
-        eos_ids=matrix,  # type: ignore[arg-type]
-        finished=row,  # type: ignore[arg-type]
-        statistics=Statistics(matrix, row, row, row, (), ()),  # type: ignore[arg-type]
-    )
+
+    def axes(path: tuple[Any, ...], leaf: jax.Array) -> tuple[str | None, ...]:
+        field = path[0].name
+        if field == "cache":
+            return layer
+        return () if field in _WHOLE else ("batch", *[None] * (leaf.ndim - 1))
+
+    return jax.tree_util.tree_map_with_path(axes, state)
 
 
 def constrain_state(target: Transformer, state: SpeculationState) -> SpeculationState:
@@ -40,48 +41,48 @@ def constrain_state(target: Transformer, state: SpeculationState) -> Speculation
 def grow_state(target: Transformer, state: SpeculationState, *, capacity: int) -> SpeculationState:
     """The same state in a larger bucket."""
     extra = capacity - state.cache.capacity
-    grown = dataclasses.replace(
-        state, cache=state.cache.grow(capacity), tokens=jnp.pad(state.tokens, [(0, 0), (0, extra)])
-    )
+
+    def pad(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, 0), (0, extra)] + [(0, 0)] * (x.ndim - 2))
+
+    by_position = {name: jax.tree.map(pad, getattr(state, name)) for name in ("tokens", "trace", "logprobs")}
+    grown = dataclasses.replace(state, cache=state.cache.grow(capacity), **by_position)
     return constrain_state(target, grown)
 
 
-@partial(jax.jit, static_argnames=("target", "capacity", "num_speculative_tokens"))
+@partial(jax.jit, static_argnames=("target", "capacity", "num_logprobs"))
 def start_state(
-    target: Transformer,
-    prompt_lengths: jax.Array,
-    limits: jax.Array,
-    eos_ids: jax.Array,
-    *,
-    capacity: int,
-    num_speculative_tokens: int,
+    target: Transformer, request: Request, *, capacity: int, num_logprobs: int = 0
 ) -> SpeculationState:
     """A state in which nothing is committed yet.
 
     Args:
-      prompt_lengths: int32[B]; 0 makes a row that only pads the batch.
-      limits: int32[B], tokens of prompt and output together at which each row ends.
-      eos_ids: int32[B, E], tokens that end a row; -1 fills up.
       capacity: cache slots per row. Bytes: 2 * layers * B * KV heads * capacity * head_dim * itemsize.
+      num_logprobs: alternatives whose log-probabilities are kept for each token; 0 keeps none at all.
     """
-    batch = prompt_lengths.shape[0]
+    batch = request.prompt_lengths.shape[0]
     layout = cache_layout(target.sharding.platform)
     shape = cache_shape(target.config, batch, capacity, layout)
 
     def layers() -> tuple[jax.Array, ...]:
         return tuple(jnp.zeros(shape, target.dtype) for _ in range(target.config.num_layers))
 
-    zeros = jnp.zeros((batch,), jnp.int32)
-    zero = jnp.zeros((), jnp.int32)
-    histogram = jnp.zeros((batch, num_speculative_tokens + 2), jnp.int32)
+    def by_position(dtype: Any, *more: int) -> jax.Array:
+        return jnp.zeros((batch, capacity + 1, *more), dtype)
+
+    step, drafted, proposed = (by_position(jnp.int32) for _ in range(3))
+    logprobs = None
+    if num_logprobs:
+        alternatives = [by_position(dtype, num_logprobs) for dtype in (jnp.float32, jnp.int32)]
+        logprobs = Logprobs(by_position(jnp.float32), *alternatives)
     state = SpeculationState(
         cache=KVCache(layers(), layers(), layout),
-        tokens=jnp.zeros((batch, capacity + 1), jnp.int32),
-        lengths=zeros,
-        prompt_lengths=prompt_lengths,
-        limits=limits,
-        eos_ids=eos_ids,
-        finished=prompt_lengths == 0,
-        statistics=Statistics(histogram, zeros, zeros, zeros, zero, zero),
+        tokens=by_position(jnp.int32),
+        lengths=jnp.zeros((batch,), jnp.int32),
+        finished=request.prompt_lengths == 0,
+        trace=Trace(step, drafted, proposed, foreseen=by_position(bool)),
+        logprobs=logprobs,
+        steps=jnp.zeros((), jnp.int32),
+        **{field.name: getattr(request, field.name) for field in dataclasses.fields(request)},
     )
     return constrain_state(target, state)

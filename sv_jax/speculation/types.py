@@ -54,15 +54,41 @@ class Acceptance:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Statistics:
-    """Counters per row, from the first decode step on (the prefill's token is not counted)."""
+class Trace:
+    """Where each emitted token came from, at its position. Statistics are read from it, so that whatever
+    cuts tokens (a stop string that the host finds) cuts the statistics with them."""
 
-    histogram: jax.Array  # int32[B, K + 2]: steps in which the live row emitted i tokens
-    drafted: jax.Array  # int32[B]: drafted tokens
-    accepted: jax.Array  # int32[B]: drafted tokens that were emitted
-    steps_with_draft: jax.Array  # int32[B]
-    steps: jax.Array  # int32[]: target passes
-    plain_steps: jax.Array  # int32[]: those that no row had a draft for
+    step: jax.Array  # int32[B, N]: number of the step that emitted it, from 1; 0: prompt or prefill
+    drafted: jax.Array  # int32[B, N]: drafted tokens that the step verified for the row
+    proposed: jax.Array  # int32[B, N]: tokens that the drafter had proposed, verified or not
+    # bool[B, N]: an accepted draft; in a step that verified nothing, a proposal that would have been right.
+    foreseen: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities of emitted tokens, at their positions: log_softmax of the model's own logits, before
+    penalties, temperature and filters."""
+
+    emitted: jax.Array  # float32[B, N]
+    top: jax.Array  # float32[B, N, M], descending
+    top_ids: jax.Array  # int32[B, N, M]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How each row picks tokens. Neutral values switch a part off; changing a value recompiles nothing."""
+
+    temperature: jax.Array  # float32[B]; 0: greedy
+    top_k: jax.Array  # int32[B]; 0: off
+    top_p: jax.Array  # float32[B]; 1: off
+    min_p: jax.Array  # float32[B]; 0: off
+    repetition_penalty: jax.Array  # float32[B]; 1: off
+    presence_penalty: jax.Array  # float32[B]; 0: off
+    frequency_penalty: jax.Array  # float32[B]; 0: off
+    keys: jax.Array  # uint32[B, 2]: threefry key data of the row (sampling.row_keys)
 
 
 @jax.tree_util.register_dataclass
@@ -76,13 +102,18 @@ class SpeculationState:
     """
 
     cache: KVCache
-    tokens: jax.Array  # int32[B, capacity + 1]: prompt, output, then leftovers
+    tokens: jax.Array  # int32[B, N], N = capacity + 1: prompt, output, then leftovers
     lengths: jax.Array  # int32[B]: committed tokens
     prompt_lengths: jax.Array  # int32[B]; 0 marks a row that only pads the batch
+    min_lengths: jax.Array  # int32[B]: tokens of prompt and output together before which no EOS is emitted
     limits: jax.Array  # int32[B]: tokens of prompt and output together at which the row ends
     eos_ids: jax.Array  # int32[B, E]: tokens that end the row; -1 fills up
+    vocab_size: jax.Array  # int32[]: ids that the tokenizer has; the model's padding behind is never emitted
     finished: jax.Array  # bool[B]
-    statistics: Statistics
+    sampling: Sampling
+    trace: Trace
+    logprobs: Logprobs | None  # None: nobody asked
+    steps: jax.Array  # int32[]: decode steps so far
 
 
 class Drafter(Protocol):
