@@ -152,12 +152,7 @@ def decode_batch(
             len(prompt),
             limit=min(request.max_new_tokens, request.max_model_len - len(prompt)),
             eos_ids=request.eos_ids,
-            text=RowText(
-                tokenizer,
-                stop=request.stop,
-                include_stop=request.include_stop,
-                min_tokens=request.min_new_tokens,
-            ),
+            text=RowText(tokenizer, stop=request.stop, include_stop=request.include_stop),
         )
         for prompt in request.prompts
     ]

@@ -9,6 +9,7 @@ from typing import Literal
 from sv_jax.config import UserError
 from sv_jax.drafts.none import NoDraft
 from sv_jax.drafts.prompt_lookup import PromptLookup
+from sv_jax.engine.row_text import check_stop
 from sv_jax.engine.speculation_length import AdaptiveLength, FixedLength, SpeculationLength
 from sv_jax.sampling_params import GREEDY, SamplingParams
 from sv_jax.speculation.types import Drafter
@@ -48,10 +49,7 @@ class Settings:
         self._check_number("logprobs", 0, MOST_LOGPROBS)
         if self.num_speculative_tokens != "auto":
             self._check_number("num_speculative_tokens", 0, also="0 (plain) or more, or 'auto'")
-        if isinstance(self.stop, str):  # a sequence of strings, too: one stop string per character
-            raise UserError(f"stop is one text, {self.stop!r}; give a list of texts")
-        if bad := [text for text in self.stop if not isinstance(text, str) or not text]:
-            raise UserError(f"stop string {bad[0]!r}; allowed: texts that are not empty")
+        check_stop(self.stop)
 
     def _check_number(
         self, name: str, least: int, most: int | None = None, note: str = "", also: str | None = None
