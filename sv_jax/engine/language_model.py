@@ -172,7 +172,7 @@ class LanguageModel:
         Args:
           prompts: texts (see `encode_prompt`), or token ids that are taken as they are.
           max_new_tokens: exact limit of output tokens per prompt; the context limit may end a row before.
-          min_new_tokens: output tokens before which no EOS token is emitted; stop strings do end a row earlier.
+          min_new_tokens: output tokens before which no EOS token is emitted; stop strings end a row before.
           num_speculative_tokens: K, drafted tokens per step; 0 decodes plainly; "auto" follows measured
             acceptance and cost, down to plain steps.
           draft_method: "prompt-lookup" or "none".
