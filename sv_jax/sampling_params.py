@@ -44,10 +44,6 @@ class SamplingParams:
         """Whether each token is the most likely one (after penalties), so that the seed plays no part."""
         return self.temperature == 0
 
-    @property
-    def has_penalties(self) -> bool:
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
-
 
 @dataclasses.dataclass(frozen=True)
 class Range:

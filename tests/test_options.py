@@ -9,6 +9,7 @@ import pytest
 
 from sv_jax.config import UserError
 from sv_jax.options import OPTIONS, GenerateOptions, build_parser, flag, parse_options, read_toml
+from sv_jax.sampling_params import SamplingParams
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
 
@@ -32,6 +33,17 @@ def test_defaults():
         "chat": None,
         "mesh": "1x1",
         "max_new_tokens": 128,
+        "min_new_tokens": 0,
+        "stop": (),
+        "include_stop": False,
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "seed": 0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "num_speculative_tokens": 7,
         "draft_method": "prompt-lookup",
         "dtype": None,
@@ -39,11 +51,13 @@ def test_defaults():
         "max_batch_size": 16,
         "ignore_eos": False,
         "check_lossless": False,
+        "logprobs": 0,
         "json": False,
         "stream": True,
         "cache_dir": None,
     }
     assert dataclasses.asdict(GenerateOptions()) == expected
+    assert GenerateOptions().sampling == SamplingParams()
 
 
 SPELLINGS = [
@@ -57,13 +71,29 @@ SPELLINGS = [
     ("mesh", ["--mesh", "4x2"], 'mesh = "4x2"', "4x2"),
     ("max_new_tokens", ["--max-new-tokens", "1"], "max-new-tokens = 1", 1),
     ("max_new_tokens", ["--max-new-tokens=9"], "max_new_tokens = 9", 9),
+    ("min_new_tokens", ["--min-new-tokens", "128"], "min-new-tokens = 128", 128),
+    ("stop", ["--stop", "\n", "--stop", "END"], 'stop = ["\\n", "END"]', ("\n", "END")),
+    ("stop", ["--stop", " "], 'stop = " "', (" ",)),
+    ("include_stop", ["--include-stop"], "include-stop = true", True),
+    ("temperature", ["--temperature", "0.7"], "temperature = 0.7", 0.7),
+    ("temperature", ["--temperature", "1"], "temperature = 1", 1.0),
+    ("temperature", ["--temperature", "1e-3"], "temperature = 1e-3", 0.001),
+    ("top_k", ["--top-k", "40"], "top-k = 40", 40),
+    ("top_p", ["--top-p", ".9"], "top-p = 0.9", 0.9),
+    ("min_p", ["--min-p", "0.05"], "min-p = 0.05", 0.05),
+    ("seed", ["--seed", "4294967295"], "seed = 4294967295", 2**32 - 1),
+    ("repetition_penalty", ["--repetition-penalty", "1.2"], "repetition-penalty = 1.2", 1.2),
+    ("presence_penalty", ["--presence-penalty", "-2"], "presence-penalty = -2", -2.0),
+    ("frequency_penalty", ["--frequency-penalty", "-0.5"], "frequency_penalty = -0.5", -0.5),
     ("num_speculative_tokens", ["--num-speculative-tokens", "0"], "num-speculative-tokens = 0", 0),
+    ("num_speculative_tokens", ["--num-speculative-tokens=auto"], 'num-speculative-tokens = "auto"', "auto"),
     ("draft_method", ["--draft-method", "none"], 'draft-method = "none"', "none"),
     ("dtype", ["--dtype", "bfloat16"], 'dtype = "bfloat16"', "bfloat16"),
     ("max_model_len", ["--max-model-len", "2"], "max-model-len = 2", 2),
     ("max_batch_size", ["--max-batch-size", "4"], "max-batch-size = 4", 4),
     ("ignore_eos", ["--ignore-eos"], "ignore-eos = true", True),
     ("check_lossless", ["--check-lossless"], "check-lossless = true", True),
+    ("logprobs", ["--logprobs", "20"], "logprobs = 20", 20),
     ("json", ["--json"], "json = true", True),
     ("stream", ["--no-stream"], "stream = false", False),
     ("cache_dir", ["--cache-dir", "d"], 'cache-dir = "d"', "d"),
@@ -77,8 +107,9 @@ def test_every_option_is_spelled_below():
 @pytest.mark.parametrize("name, arguments, line, value", SPELLINGS)
 def test_command_line_and_toml_give_the_same(name, arguments, line, value, toml):
     expected = dataclasses.replace(GenerateOptions(), **{name: value})
-    assert parse_options(arguments) == expected
-    assert parse_options(["--config", toml(line)]) == expected
+    for options in (parse_options(arguments), parse_options(["--config", toml(line)])):
+        assert options == expected
+        assert type(getattr(options, name)) is type(value)
 
 
 def test_command_line_wins_over_toml_over_defaults(toml):
@@ -87,6 +118,20 @@ def test_command_line_wins_over_toml_over_defaults(toml):
     assert (options.mesh, options.stream, options.max_new_tokens) == ("4x2", False, 6)
     assert options.chat is False
     assert options.num_speculative_tokens == 7
+
+
+def test_sampling_params_are_those_of_the_options(toml):
+    path = toml("temperature = 1\ntop-p = 0.5\nseed = 7")
+    assert parse_options(["--config", path, "--seed", "8"]).sampling == SamplingParams(1.0, 0, 0.5, 0.0, 8)
+
+
+def test_min_new_tokens_beyond_max_new_tokens(toml):
+    path = toml("max-new-tokens = 5")
+    assert parse_options(["--config", path, "--min-new-tokens", "5"]).min_new_tokens == 5
+    with pytest.raises(UserError) as caught:
+        parse_options(["--config", path, "--min-new-tokens", "6"])
+    expected = "--min-new-tokens 6 is not allowed; allowed: at most --max-new-tokens, 5"
+    assert str(caught.value) == expected
 
 
 def test_prompts_of_the_command_line_replace_those_of_the_toml(toml):
@@ -101,6 +146,37 @@ BAD_ARGUMENTS = [
     (["--max-new-tokens", "0"], "--max-new-tokens 0 is not allowed; allowed: a whole number of at least 1"),
     (["--max-new-tokens", "ten"], "--max-new-tokens 'ten' is not allowed; allowed: a whole number"),
     (["--num-speculative-tokens", "-1"], "--num-speculative-tokens -1 is not allowed; allowed: a whole"),
+    (
+        ["--num-speculative-tokens", "many"],
+        "--num-speculative-tokens 'many' is not allowed; allowed: a whole number of at least 0, or auto",
+    ),
+    (["--temperature", "-0.1"], "--temperature -0.1 is not allowed; allowed: a finite number of at least 0"),
+    (["--temperature", "nan"], "--temperature nan is not allowed"),
+    (["--temperature", "inf"], "--temperature inf is not allowed"),
+    (["--temperature", "hot"], "--temperature 'hot' is not allowed"),
+    (["--top-k", "-1"], "--top-k -1 is not allowed; allowed: a whole number from 0 to 2147483647"),
+    (["--top-k", "1.0"], "--top-k '1.0' is not allowed"),
+    (["--top-p", "0"], "--top-p 0.0 is not allowed; allowed: a number above 0, up to 1"),
+    (["--top-p", "1.1"], "--top-p 1.1 is not allowed"),
+    (["--min-p", "1.1"], "--min-p 1.1 is not allowed; allowed: a number from 0 to 1"),
+    (
+        ["--seed", "4294967296"],
+        "--seed 4294967296 is not allowed; allowed: a whole number from 0 to 4294967295",
+    ),
+    (["--seed", "-1"], "--seed -1 is not allowed"),
+    (
+        ["--repetition-penalty", "0"],
+        "--repetition-penalty 0.0 is not allowed; allowed: a finite number above",
+    ),
+    (["--presence-penalty", "2.5"], "--presence-penalty 2.5 is not allowed; allowed: a number from -2 to 2"),
+    (["--frequency-penalty", "-2.5"], "--frequency-penalty -2.5 is not allowed"),
+    (["--logprobs", "21"], "--logprobs 21 is not allowed; allowed: a whole number from 0 to 20"),
+    (["--stop", ""], "--stop '' is not allowed; allowed: Unicode text that is not empty, or a list"),
+    (["--stop", "caf\udce9"], "--stop 'caf\\udce9' is not allowed"),
+    (
+        ["--min-new-tokens", "129"],
+        "--min-new-tokens 129 is not allowed; allowed: at most --max-new-tokens, 128",
+    ),
     (["--draft-method", "eagle"], "--draft-method 'eagle' is not allowed; allowed: prompt-lookup, none"),
     (["--dtype", "float16"], "--dtype 'float16' is not allowed; allowed: float32, bfloat16"),
     (["--max-batch-size", "1.5"], "--max-batch-size '1.5' is not allowed"),
@@ -134,6 +210,15 @@ BAD_TOML = [
     ("config = 'y.toml'", "unknown key 'config'"),
     ("max-new-tokens = '5'", "max-new-tokens = '5' is not allowed; allowed: a whole number of at least 1"),
     ("max-new-tokens = 5.0", "max-new-tokens = 5.0 is not allowed"),
+    ("temperature = true", "temperature = True is not allowed; allowed: a finite number of at least 0"),
+    ("temperature = nan", "temperature = nan is not allowed"),
+    ("temperature = -inf", "temperature = -inf is not allowed"),
+    ("temperature = '1'", "temperature = '1' is not allowed"),
+    ("temperature = [1]", "temperature = [1] is not allowed"),
+    ("seed = 1.0", "seed = 1.0 is not allowed"),
+    ("logprobs = -1", "logprobs = -1 is not allowed"),
+    ("stop = ['a', '']", "stop = '' is not allowed"),
+    ("num-speculative-tokens = 'AUTO'", "num-speculative-tokens = 'AUTO' is not allowed"),
     ("max_new_tokens = true", "max_new_tokens = True is not allowed"),
     ("ignore-eos = 1", "ignore-eos = 1 is not allowed; allowed: true or false"),
     ("chat = 'yes'", "chat = 'yes' is not allowed"),
