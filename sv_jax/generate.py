@@ -17,20 +17,19 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from sv_jax.builtin_prompts import BUILTIN_PROMPTS
 from sv_jax.config import UserError
 from sv_jax.interrupts import INTERRUPTED, deferred_interrupts
 from sv_jax.options import GenerateOptions, flag, parse_options
 from sv_jax.summary import jsonable, lossless_lines, summary_lines
+from sv_jax.text_output import live_printer, print_rows
 
 if TYPE_CHECKING:
-    from sv_jax.engine import GenerationResult, LanguageModel, LosslessReport
-    from sv_jax.engine import RequestOutput as Output
+    from sv_jax.engine import GenerationResult, LanguageModel, LosslessReport, RequestOutput
 
 USER_ERROR, NOT_LOSSLESS, BROKEN_PIPE = 2, 1, 141
-TAG_WIDTH = 60
 
 
 def say(text: str) -> None:
@@ -72,59 +71,20 @@ def _read_prompt_file(name: str) -> tuple[str, ...]:
     return prompts
 
 
-class TextPrinter:
-    """Prints generated text: a lone row while it grows, several rows each in one piece when it ends."""
-
-    def __init__(self, prompts: Sequence[str], tokenizer: Any, out: TextIO) -> None:
-        from sv_jax.engine.text_stream import TextStream
-
-        self._prompts = prompts
-        self._tokenizer = tokenizer
-        self._out = out
-        self._live = TextStream(tokenizer) if len(prompts) == 1 else None
-        self._line_open = False
-        self._tokens: dict[int, list[int]] = {row: [] for row in range(len(prompts))}  # rows not yet ended
-
-    def on_tokens(self, row: int, token_ids: list[int], finish_reason: str | None) -> None:
-        """The engine's callback, between slices of steps."""
-        if finish_reason == "stop":
-            token_ids = token_ids[:-1]  # the end token is no text
-        if self._live is not None:
-            self._write(self._live.push(token_ids))
-        self._tokens[row] += token_ids
-        if finish_reason is not None:
-            self._end_row(row, self._tokenizer.decode(self._tokens[row]), finish_reason)
-
-    def finish(self, outputs: Sequence[Output]) -> None:
-        """Prints what no callback has printed: rows that were interrupted, or all without streaming."""
-        for row in list(self._tokens):
-            self._end_row(row, outputs[row].text, outputs[row].finish_reason)
-
-    def _end_row(self, row: int, text: str, finish_reason: str) -> None:
-        tokens = self._tokens.pop(row)
-        if self._live is None:
-            self._write(
-                f"[{row + 1}/{len(self._prompts)}] {beginning(self._prompts[row])} ({finish_reason})\n"
-            )
-            self._write(text)
-        else:
-            self._write(self._live.finish() if tokens else text)
-        if self._line_open:
-            self._write("\n")
-        if self._live is None:
-            self._write("\n")
-
-    def _write(self, text: str) -> None:
-        if text:
-            self._out.write(text)
-            self._out.flush()
-            self._line_open = not text.endswith("\n")
-
-
-def beginning(prompt: str) -> str:
-    """The start of a prompt, on one line."""
-    line = " ".join(prompt.split())
-    return line if len(line) <= TAG_WIDTH else line[: TAG_WIDTH - 1].rstrip() + "…"
+def request_settings(options: GenerateOptions) -> dict[str, Any]:
+    """What the engine is asked for, beside the prompts."""
+    return {
+        "max_new_tokens": options.max_new_tokens,
+        "min_new_tokens": options.min_new_tokens,
+        "num_speculative_tokens": options.num_speculative_tokens,
+        "draft_method": options.draft_method,
+        "sampling": options.sampling,
+        "stop": options.stop,
+        "include_stop": options.include_stop,
+        "ignore_eos": options.ignore_eos,
+        "logprobs": options.logprobs,
+        "max_batch_size": options.max_batch_size,
+    }
 
 
 def prepare(
@@ -146,12 +106,7 @@ def prepare(
     say(model.provenance)
     say(f"{model.sharding.describe()}; {model.dtype}, context of {model.max_model_len} tokens")
     encoded = [model.encode_prompt(prompt, chat=options.chat) for prompt in prompts]
-    model.check_request(
-        encoded,
-        max_new_tokens=options.max_new_tokens,
-        num_speculative_tokens=options.num_speculative_tokens,
-        draft_method=options.draft_method,
-    )
+    model.check_request(encoded, **request_settings(options))
     warn_about_idle_devices(mesh, len(prompts))
     model.load_weights()
     return model, encoded
@@ -169,46 +124,49 @@ def decode(
     options: GenerateOptions, model: LanguageModel, prompts: Sequence[str], encoded: list[list[int]]
 ) -> GenerationResult:
     """Generates, printing text as the options say; the first Ctrl-C ends it with what there is."""
-    printer = None
-    if options.stream or not options.json:
-        printer = TextPrinter(prompts, model.tokenizer, sys.stderr if options.json else sys.stdout)
+    printer = live_printer(prompts, sys.stderr if options.json else sys.stdout) if options.stream else None
     with deferred_interrupts() as interrupted:
         result = model.generate(
             encoded,
-            max_new_tokens=options.max_new_tokens,
-            num_speculative_tokens=options.num_speculative_tokens,
-            draft_method=options.draft_method,
-            ignore_eos=options.ignore_eos,
-            max_batch_size=options.max_batch_size,
-            on_tokens=printer.on_tokens if printer and options.stream else None,
+            **request_settings(options),
+            on_text=printer.on_text if printer else None,
             should_stop=interrupted,
         )
     if printer:
         printer.finish(result.outputs)
+    elif not options.json:
+        print_rows(prompts, result.outputs, sys.stdout)
     return result
 
 
-def compare(
-    options: GenerateOptions, model: LanguageModel, result: GenerationResult, encoded: list[list[int]]
-) -> LosslessReport:
+def compare(model: LanguageModel, result: GenerationResult, encoded: list[list[int]]) -> LosslessReport:
+    """Decodes once more, plainly and otherwise as it was asked for, and says how the two differ."""
     with deferred_interrupts() as interrupted:
-        report = model.compare_with_plain(
-            result,
-            encoded,
-            max_new_tokens=options.max_new_tokens,
-            ignore_eos=options.ignore_eos,
-            max_batch_size=options.max_batch_size,
-            should_stop=interrupted,
-        )
+        report = model.compare_with_plain(result, encoded, should_stop=interrupted)
     say("\n".join(lossless_lines(report)))
     return report
 
 
+def output_document(output: RequestOutput) -> dict[str, Any]:
+    """One row for JSON; "logprobs" only where they were asked for."""
+    fields = ("prompt_tokens", "token_ids", "text", "finish_reason")
+    document = {name: getattr(output, name) for name in fields}
+    if output.logprobs is not None:
+        document["logprobs"] = [
+            {
+                "token_id": entry.token_id,
+                "logprob": entry.logprob,
+                "top": [{"token_id": token, "logprob": logprob} for token, logprob in entry.top],
+            }
+            for entry in output.logprobs
+        ]
+    return document
+
+
 def json_line(result: GenerationResult, report: LosslessReport | None) -> str:
     """One line that every JSON reader takes: ASCII (so no stray line separators), no NaN."""
-    fields = ("prompt_tokens", "token_ids", "text", "finish_reason")
     document: dict[str, Any] = {
-        "outputs": [{name: getattr(output, name) for name in fields} for output in result.outputs],
+        "outputs": [output_document(output) for output in result.outputs],
         "stats": result.stats.as_dict(),
     }
     if report is not None:
@@ -229,12 +187,12 @@ def run(options: GenerateOptions) -> int:
 
     model, encoded = prepare(options, parse_mesh(options.mesh), prompts)
     result = decode(options, model, prompts, encoded)
-    say("\n".join(summary_lines(result.stats.as_dict(), len(prompts))))
+    say("\n".join(summary_lines(result.stats.as_dict(), len(prompts), options.sampling)))
     code, report = 0, None
     if result.interrupted:
         code = INTERRUPTED
     elif options.check_lossless:
-        report = compare(options, model, result, encoded)
+        report = compare(model, result, encoded)
         code = INTERRUPTED if report.interrupted else 0 if report.lossless else NOT_LOSSLESS
     if options.json:
         print(json_line(result, report), flush=True)

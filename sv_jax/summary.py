@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from sv_jax.sampling_params import GREEDY, SamplingParams
 
 if TYPE_CHECKING:  # importing the engine imports JAX, which --help must not wait for
     from sv_jax.engine import LosslessReport
 
 BAR_WIDTH = 40
-DENSE = (
-    "verification was dense (every cached position was read), so the output equals plain greedy decoding "
-    "up to near-ties"
-)
+DENSE = "verification was dense (every cached position was read), so the output "
+GREEDY_LAW = DENSE + "equals plain greedy decoding up to near-ties"
+SAMPLED_LAW = DENSE + "follows the law of plain sampling"
 
 
 def jsonable(value: Any) -> Any:
@@ -25,8 +27,8 @@ def jsonable(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def summary_lines(stats: Mapping[str, Any], rows: int) -> list[str]:
-    """The summary of GenerationStats.as_dict()."""
+def summary_lines(stats: Mapping[str, Any], rows: int, sampling: SamplingParams = GREEDY) -> list[str]:
+    """The summary of GenerationStats.as_dict(), and how tokens were chosen."""
     lines = [
         ("tokens", f"{stats['emitted_tokens']} in {rows} {'rows' if rows > 1 else 'row'}"),
         ("speed", f"{_number(stats['tokens_per_second'], 1)} tokens/s"),
@@ -37,8 +39,23 @@ def summary_lines(stats: Mapping[str, Any], rows: int) -> list[str]:
         ("startup", f"compile {_number(stats['compile_seconds'], 1)} s, "
                     f"load {_number(stats['load_seconds'], 1)} s"),
     ]  # fmt: skip
+    if sampling != GREEDY:
+        lines.insert(0, ("sampling", sampling_settings(sampling)))
     text = [f"{name:<11} {value}" for name, value in lines]
-    return [*text, *histogram_lines(stats["acceptance_histogram"]), DENSE]
+    law = GREEDY_LAW if sampling.greedy else SAMPLED_LAW
+    return [*text, *histogram_lines(stats["acceptance_histogram"]), law]
+
+
+def sampling_settings(sampling: SamplingParams) -> str:
+    """Temperature and seed, and what else is not at its default; greedy runs have no use for either."""
+    named = []
+    for name, value in dataclasses.asdict(sampling).items():
+        if name not in ("temperature", "seed") and value != getattr(GREEDY, name):
+            shown = f"{value:g}" if isinstance(value, float) else value
+            named.append(f"{name.replace('_', '-')} {shown}")
+    if sampling.greedy:
+        return ", ".join(["greedy", *named])
+    return ", ".join([f"temperature {sampling.temperature:g}", *named, f"seed {sampling.seed}"])
 
 
 def histogram_lines(histogram: Sequence[int]) -> list[str]:

@@ -1,6 +1,9 @@
 """Eight emulated CPU devices for every test, on any machine."""
 
 import os
+from types import SimpleNamespace
+
+import pytest
 
 # Before anything imports JAX: the tests of meshes need more devices than a machine may have.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -16,3 +19,24 @@ if XLA_FLAGS:
     os.environ["XLA_FLAGS"] = XLA_FLAGS
 else:
     del os.environ["XLA_FLAGS"]
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Puts a fake engine into the command line; `fake.configure(...)` sets up the model that it loads."""
+    from sv_jax import generate, sharding
+    from tests.fake_engine import FakeModel
+
+    settings: dict = {}
+    loaded: list[FakeModel] = []
+    asked: list[int] = []
+
+    def load_model(name, *, mesh, lazy, **options):
+        assert lazy and asked.pop() == mesh[0] * mesh[1], "devices before the model, weights after the checks"
+        loaded.append(FakeModel(mesh, **settings))
+        loaded[-1].options = {"model": name, **options}
+        return loaded[-1]
+
+    monkeypatch.setattr(generate, "load_model", load_model)
+    monkeypatch.setattr(sharding, "ensure_devices", asked.append)
+    return SimpleNamespace(configure=settings.update, loaded=loaded, asked=asked)

@@ -5,165 +5,40 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
-import time
-from types import SimpleNamespace
 
 import pytest
 
-from sv_jax import generate, sharding
+from sv_jax import generate
 from sv_jax.builtin_prompts import BUILTIN_PROMPTS
 from sv_jax.config import UserError
-from sv_jax.interrupts import deferred_interrupts
+from sv_jax.engine import TokenLogprob
+from sv_jax.options import flag
+from sv_jax.sampling_params import SamplingParams
+from tests.fake_engine import ROOT, STATS, FakeModel, python, run
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-STATS = {
-    "emitted_tokens": 9,
-    "tokens_per_second": 61.25,
-    "ttft_seconds": 0.512,
-    "tpot_seconds": 0.0163,
-    "mean_acceptance_length": 2.3333,
-    "acceptance_histogram": [3, 0, 1],
-    "draft_acceptance_rate": 0.41,
-    "draft_coverage": 0.63,
-    "verify_steps": 4,
-    "plain_steps": 1,
-    "compile_seconds": 1.5,
-    "load_seconds": float("nan"),
+SAMPLING = {
+    # arguments: the line that tells of them, the law of the text
+    (): (None, "equals plain greedy decoding"),
+    ("--seed=3",): ("greedy", "equals plain greedy decoding"),
+    ("--presence-penalty=.25",): ("greedy, presence-penalty 0.25", "equals plain greedy decoding"),
+    ("--temperature=1",): ("temperature 1, seed 0", "follows the law of plain sampling"),
+    ("--temperature=0.7", "--top-k=2000000", "--seed=4294967295"): (
+        "temperature 0.7, top-k 2000000, seed 4294967295",
+        "follows the law of plain sampling",
+    ),
 }
 
 
-class ByteTokenizer:
-    def decode(self, token_ids):
-        return bytes(token for token in token_ids if token < 256).decode("utf-8", errors="replace")
-
-
-class FakeModel:
-    """Answers each prompt with its text in capitals, a token a byte, two tokens per slice and row."""
-
-    name, provenance, dtype, max_model_len = "fake", "fake, made up", "float32", 64
-    tokenizer = ByteTokenizer()
-
-    def __init__(self, mesh, stop_after=None, lossless=True, stop_comparison=False):
-        self.sharding = SimpleNamespace(describe=lambda: f"mesh {mesh[0]}x{mesh[1]} of fake devices")
-        self.calls: list[str] = []
-        self.stop_after = stop_after  # slices, then SIGINT arrives
-        self.lossless = lossless
-        self.stop_comparison = stop_comparison
-        self.arguments: dict = {}
-
-    def encode_prompt(self, text, *, chat=None):
-        self.calls.append("encode")
-        return list(text.encode())
-
-    def check_request(self, prompts, *, max_new_tokens, num_speculative_tokens, draft_method):
-        self.calls.append("check")
-        if too_long := [p for p in prompts if len(p) >= self.max_model_len]:
-            raise UserError(f"prompt has {len(too_long[0])} tokens; allowed: {self.max_model_len - 1}")
-
-    def load_weights(self):
-        self.calls.append("weights")
-
-    def generate(self, prompts, *, on_tokens, should_stop, max_new_tokens, **arguments):
-        self.calls.append("generate")
-        self.arguments = arguments
-        answers = [list(bytes(p).decode().upper().encode())[:max_new_tokens] for p in prompts]
-        done = [0] * len(prompts)
-        slices = 0
-        while any(d < len(a) for d, a in zip(done, answers)) and not should_stop():
-            for row, answer in enumerate(answers):
-                new = answer[done[row] : done[row] + 2]
-                done[row] += len(new)
-                if on_tokens and new:
-                    on_tokens(row, new, "length" if done[row] == len(answer) else None)
-            slices += 1
-            if slices == self.stop_after:
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.2)  # the watching thread, not this one, is told
-        outputs = [
-            SimpleNamespace(
-                prompt_tokens=len(prompt),
-                token_ids=answer[:d],
-                text=self.tokenizer.decode(answer[:d]),
-                finish_reason="length" if d == len(answer) else "interrupted",
-            )
-            for prompt, answer, d in zip(prompts, answers, done)
-        ]
-        interrupted = any(o.finish_reason == "interrupted" for o in outputs)
-        stats = SimpleNamespace(as_dict=lambda: STATS)
-        return SimpleNamespace(outputs=outputs, stats=stats, interrupted=interrupted)
-
-    def compare_with_plain(self, result, prompts, *, max_new_tokens, ignore_eos, max_batch_size, should_stop):
-        self.calls.append("compare")
-        if self.stop_comparison:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.2)
-        from sv_jax.engine import Divergence, LosslessReport
-
-        gap = 2e-4 if self.lossless else 0.5
-        divergences = [Divergence(0, 3, 65, 66, gap)]
-        return LosslessReport(rows=len(prompts), divergences=divergences, interrupted=should_stop())
-
-
-@pytest.fixture
-def fake(monkeypatch):
-    """Puts a fake engine into the command line; `fake(...)` configures the model that it loads."""
-    settings: dict = {}
-    loaded: list[FakeModel] = []
-    asked: list[int] = []
-
-    def load_model(name, *, mesh, lazy, **options):
-        assert lazy and asked.pop() == mesh[0] * mesh[1], "devices before the model, weights after the checks"
-        loaded.append(FakeModel(mesh, **settings))
-        loaded[-1].options = {"model": name, **options}
-        return loaded[-1]
-
-    monkeypatch.setattr(generate, "load_model", load_model)
-    monkeypatch.setattr(sharding, "ensure_devices", asked.append)
-    return SimpleNamespace(configure=settings.update, loaded=loaded, asked=asked)
-
-
-def run(capsys, *arguments):
-    code = generate.main(list(arguments))
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def test_one_row_is_live_text_and_nothing_else(fake, capsys):
-    code, out, err = run(capsys, "--prompt", "größe 👍")
-    assert (code, out) == (0, "GRÖSSE 👍\n")
-    assert "fake, made up" in err and "mesh 1x1 of fake devices" in err
-    assert fake.loaded[0].calls == ["encode", "check", "weights", "generate"]
-
-
-def test_live_text_arrives_in_pieces(fake, monkeypatch):
-    pieces = []
-
-    class Out(io.StringIO):
-        def write(self, text):
-            pieces.append(text)
-            return len(text)
-
-    monkeypatch.setattr(sys, "stdout", Out())
-    assert generate.main(["--prompt", "a👍bcd"]) == 0
-    assert pieces == ["A", "👍B", "CD", "\n"]
-
-
-def test_several_rows_are_printed_whole_as_they_end(fake, capsys):
-    code, out, _ = run(capsys, "--prompt", "a longer prompt", "--prompt", "two\nlines")
-    assert code == 0
-    assert (
-        out == "[2/2] two lines (length)\nTWO\nLINES\n\n[1/2] a longer prompt (length)\nA LONGER PROMPT\n\n"
-    )
-
-
-def test_no_stream_prints_in_order_at_the_end(fake, capsys):
-    _, out, _ = run(capsys, "--prompt", "a longer prompt", "--prompt", "two", "--no-stream")
-    assert out == "[1/2] a longer prompt (length)\nA LONGER PROMPT\n\n[2/2] two (length)\nTWO\n\n"
-    assert run(capsys, "--prompt", "one", "--no-stream")[1] == "ONE\n"
+@pytest.mark.parametrize("arguments", SAMPLING)
+def test_summary_of_sampling(arguments, fake, capsys):
+    err = run(capsys, "--prompt", "one", *arguments)[2]
+    settings, law = SAMPLING[arguments]
+    told = [line.removeprefix("sampling").strip() for line in err.splitlines() if line.startswith("sampling")]
+    assert told == ([settings] if settings else [])
+    assert err.splitlines()[-1].startswith("verification was dense (every cached position was read), so")
+    assert law in err.splitlines()[-1]
 
 
 def test_summary(fake, capsys):
@@ -206,12 +81,40 @@ def test_options_reach_the_engine(fake, capsys, tmp_path):
     assert model.options.pop("notify")
     assert model.options.pop("cache_directory").name == "somewhere"
     assert model.options == {"model": "m", "dtype": "bfloat16", "max_model_len": 50}
+    assert model.arguments == model.checked
     assert model.arguments == {
+        "max_new_tokens": 3,
+        "min_new_tokens": 0,
         "num_speculative_tokens": 7,
         "draft_method": "none",
+        "sampling": SamplingParams(),
+        "stop": (),
+        "include_stop": False,
         "ignore_eos": True,
+        "logprobs": 0,
         "max_batch_size": 3,
     }
+
+
+def test_ways_to_choose_and_to_end_reach_the_engine(fake, capsys):
+    sampling = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "seed": 4}
+    sampling |= {"repetition_penalty": 1.1, "presence_penalty": -1.5, "frequency_penalty": 2.0}
+    arguments = [f"{flag(name)}={value}" for name, value in sampling.items()]
+    arguments += ["--stop", "\n", "--stop=END", "--include-stop", "--min-new-tokens=2", "--logprobs=3"]
+    code, _, _ = run(capsys, *arguments, "--num-speculative-tokens=auto", "--prompt", "abc")
+    got = fake.loaded[0].arguments
+    assert code == 0 and got == fake.loaded[0].checked
+    assert got["sampling"] == SamplingParams(**sampling)
+    assert (got["stop"], got["include_stop"], got["min_new_tokens"]) == (("\n", "END"), True, 2)
+    assert (got["logprobs"], got["num_speculative_tokens"]) == (3, "auto")
+
+
+def test_logprobs_in_json(fake, capsys):
+    fake.configure(logprobs=[TokenLogprob(65, -0.5, [(65, -0.5), (66, float("-inf"))])])
+    code, out, _ = run(capsys, "--json", "--logprobs=2", "--prompt", "a")
+    top = [{"token_id": 65, "logprob": -0.5}, {"token_id": 66, "logprob": None}]  # JSON has no infinity
+    expected = [{"token_id": 65, "logprob": -0.5, "top": top}]
+    assert code == 0 and json.loads(out)["outputs"][0]["logprobs"] == expected
 
 
 def test_without_a_prompt_there_are_four(fake, capsys, monkeypatch):
@@ -303,75 +206,6 @@ def test_check_lossless(lossless, code, fake, capsys):
     assert "row 1 differs at output token 3: speculative 65, plain 66, top-2 gap" in err
     report = json.loads(out)["lossless"]
     assert report["lossless"] is lossless and report["divergences"][0]["index"] == 3
-
-
-def test_interrupted_comparison_still_gives_the_output(fake, capsys):
-    fake.configure(stop_comparison=True)
-    code, out, err = run(capsys, "--prompt", "one", "--check-lossless", "--json")
-    assert code == 130 and "interrupted" in err
-    document = json.loads(out)
-    assert document["outputs"][0]["text"] == "ONE" and document["lossless"]["interrupted"]
-
-
-def test_interrupt_gives_what_there_is(fake, capsys):
-    fake.configure(stop_after=2)
-    before = signal.getsignal(signal.SIGINT)
-    code, out, err = run(capsys, "--prompt", "abc👍", "--check-lossless")
-    assert (code, out) == (130, "ABC\N{REPLACEMENT CHARACTER}\n")
-    assert "interrupted: ending after the running steps" in err and "verification was dense" in err
-    assert "compare" not in fake.loaded[0].calls
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_interrupt_with_several_rows_and_json(fake, capsys):
-    fake.configure(stop_after=1)
-    code, out, _ = run(capsys, "--prompt", "a longer one", "--prompt", "ab", "--json")
-    outputs = json.loads(out)["outputs"]
-    assert code == 130
-    assert [(o["text"], o["finish_reason"]) for o in outputs] == [("A ", "interrupted"), ("AB", "length")]
-    _, out, _ = run(capsys, "--prompt", "a longer one", "--prompt", "ab")
-    assert out == "[2/2] ab (length)\nAB\n\n[1/2] a longer one (interrupted)\nA \n\n"
-
-
-def test_interrupt_while_loading(fake, capsys, monkeypatch):
-    monkeypatch.setattr(FakeModel, "load_weights", lambda self: os.kill(os.getpid(), signal.SIGINT))
-    code, out, err = run(capsys, "--prompt", "one")
-    assert (code, out) == (130, "") and err.endswith("interrupted\n")
-
-
-def test_interrupts_outside_of_the_main_thread():
-    seen = []
-
-    def work():
-        with deferred_interrupts() as interrupted:
-            seen.append(interrupted())
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [False]
-
-
-def python(code_or_arguments, **options):
-    arguments = ["-c", code_or_arguments] if isinstance(code_or_arguments, str) else code_or_arguments
-    return subprocess.run([sys.executable, *arguments], capture_output=True, cwd=ROOT, timeout=600, **options)
-
-
-def test_a_second_interrupt_ends_a_long_call_at_once():
-    # time.sleep stands for a long call into XLA; the handler returns, so the sleep goes on.
-    code = """if True:
-        import os, signal, threading, time
-        from sv_jax.interrupts import deferred_interrupts
-        kill = lambda: os.kill(os.getpid(), signal.SIGINT)
-        with deferred_interrupts():
-            threading.Timer(0.2, kill).start()
-            threading.Timer(0.6, kill).start()
-            time.sleep(60)
-    """
-    started = time.monotonic()
-    done = python(code)
-    assert done.returncode == 130 and time.monotonic() - started < 30
-    assert done.stderr.count(b"once more ends at once") == 1
 
 
 def test_help_does_not_import_jax():
