@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.platform import Layout
 
-KEYS_LEFT_ROWS = 128
+STEP_ROWS = 128  # query rows per KV head, G * T, up to which all positions are multiplied at once
+TILE_BYTES = 4 << 20  # float32 scores of one block of positions: they stay in a core's caches
+SMALLEST_BLOCK, LARGEST_BLOCK = 64, 512
 
 
 def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
@@ -44,30 +48,55 @@ def cache_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.cache_attention.cache_attention`."""
     batch, num_tokens, num_heads, head_dim = q.shape
-    kv_axis, position_axis = layout.index("K"), layout.index("S")
-    kv_heads, capacity = k_cache.shape[kv_axis], k_cache.shape[position_axis]
+    kv_heads = k_cache.shape[layout.index("K")]
     group = num_heads // kv_heads
-    precision = matmul_precision(k_cache.dtype)
-
-    # One batched product over (B, K): per-head products or an online softmax cost 1.5 to 4 times as much
-    # on CPU. The G query heads of a KV head and the T tokens share its keys as R = G*T rows of one matrix.
+    # The G query heads of a KV head and the T tokens share its keys as R = G*T rows of one matrix.
     rows = jnp.transpose(q.reshape(batch, num_tokens, kv_heads, group, head_dim), (0, 2, 3, 1, 4))
     rows = rows.reshape(batch, kv_heads, group * num_tokens, head_dim)
-    # For the few rows of a step the keys go on the left, which was 1.2 to 1.3 times as fast on CPU at 8k
-    # positions; for prefill chunks it is no faster. (Position-major caches, which are not CPU's, stay on the
-    # right: XLA's CPU client has no such product in bfloat16.)
-    keys_left = group * num_tokens <= KEYS_LEFT_ROWS and layout == "BKSD"
+    attend = _attend_at_once if group * num_tokens <= STEP_ROWS else _attend_by_blocks
+    row_positions = jnp.tile(positions, (1, group))  # [B, R]
+    out, lse = attend(
+        rows, k_cache, v_cache, lengths, row_positions, layout=layout, window=window, scale=scale
+    )
+
+    def by_token(x: jax.Array) -> jax.Array:
+        x = x.reshape(batch, kv_heads, group, num_tokens, x.shape[-1])
+        return jnp.transpose(x, (0, 3, 1, 2, 4)).reshape(batch, num_tokens, num_heads, x.shape[-1])
+
+    return by_token(out), by_token(lse)[..., 0]
+
+
+def _attend_at_once(
+    rows: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    lengths: jax.Array,
+    positions: jax.Array,
+    *,
+    layout: Layout,
+    window: int | None,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """The few rows of a step: rows [B, K, R, D], positions [B, R] -> out [B, K, R, D], lse [B, K, R, 1].
+
+    One batched product over (B, K): per-head products or an online softmax cost 1.5 to 4 times as much on
+    CPU, and blocks would have to be copied out of the cache.
+    """
+    kv_axis, position_axis = layout.index("K"), layout.index("S")
+    precision = matmul_precision(k_cache.dtype)
+    # The keys go on the left, which was 1.2 to 1.3 times as fast on CPU at 8k positions. (Position-major
+    # caches, which are not CPU's, stay on the right: XLA's CPU client has no such product in bfloat16.)
+    keys_left = layout == "BKSD"
     position, row = (2, 3) if keys_left else (3, 2)
     batched = ((0, kv_axis), (0, 1)) if keys_left else ((0, 1), (0, kv_axis))
     operands = (k_cache, rows) if keys_left else (rows, k_cache)
     scores = jax.lax.dot_general(
         *operands, (((3,), (3,)), batched), precision=precision, preferred_element_type=jnp.float32
     )  # [B, K, S, R] or [B, K, R, S]
-    slots = jnp.arange(capacity, dtype=jnp.int32)
+    slots = jnp.arange(k_cache.shape[position_axis], dtype=jnp.int32)
     mask = jnp.expand_dims((slots < lengths[:, None])[:, None], row)
     if window is not None:
-        in_window = slots > positions[:, :, None] - window  # [B, T, S]
-        in_window = jnp.tile(in_window, (1, group, 1))[:, None]
+        in_window = (slots > positions[:, :, None] - window)[:, None]  # [B, 1, R, S]
         mask = mask & (jnp.swapaxes(in_window, 2, 3) if keys_left else in_window)
     weights, total, lse = masked_softmax(scores * scale, mask, axis=position)
     out = jax.lax.dot_general(
@@ -78,10 +107,66 @@ def cache_attention(
         preferred_element_type=jnp.float32,
     )  # [B, K, R, D]
     total, lse = (jnp.squeeze(x, position)[..., None] for x in (total, lse))
-    out = out / jnp.where(total > 0, total, 1.0)
+    return out / jnp.where(total > 0, total, 1.0), lse
 
-    def by_token(x: jax.Array) -> jax.Array:
-        x = x.reshape(batch, kv_heads, group, num_tokens, x.shape[-1])
-        return jnp.transpose(x, (0, 3, 1, 2, 4)).reshape(batch, num_tokens, num_heads, x.shape[-1])
 
-    return by_token(out), by_token(lse)[..., 0]
+def block_of_positions(rows: int, capacity: int) -> int:
+    """Positions of a block for `rows` rows of scores (over batch and heads): a power of two that divides
+    `capacity` as far as it can, with the scores within TILE_BYTES."""
+    block = LARGEST_BLOCK
+    while block > SMALLEST_BLOCK and 4 * rows * block > TILE_BYTES:
+        block //= 2
+    while capacity % block:
+        block //= 2
+    return block
+
+
+def _attend_by_blocks(
+    rows: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    lengths: jax.Array,
+    positions: jax.Array,
+    *,
+    layout: Layout,
+    window: int | None,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """The many rows of a prefill chunk, as `_attend_at_once`: block by block, with an online softmax.
+
+    Scores of all positions at once would not fit any cache: on CPU that took 2.4 times as long at 4k. Only
+    blocks that some row attends to are visited, so the cost follows lengths (and windows), not capacity.
+    """
+    batch, kv_heads, num_rows, _ = rows.shape
+    kv_axis, position_axis = layout.index("K"), layout.index("S")
+    block = block_of_positions(batch * kv_heads * num_rows, k_cache.shape[position_axis])
+    precision = matmul_precision(k_cache.dtype)
+    product = partial(jax.lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
+    first = jnp.zeros((), jnp.int32)
+    if window is not None:
+        first = jnp.maximum(jnp.min(positions) - window + 1, 0) // block
+    last = (jnp.max(lengths) + block - 1) // block
+
+    def attend(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        peak, total, out = carry
+        k, v = (jax.lax.dynamic_slice_in_dim(x, i * block, block, position_axis) for x in (k_cache, v_cache))
+        scores = product(rows, k, (((3,), (3,)), ((0, 1), (0, kv_axis)))) * scale  # [B, K, R, block]
+        slots = i * block + jnp.arange(block, dtype=jnp.int32)
+        mask = (slots < lengths[:, None])[:, None, None]
+        if window is not None:
+            mask = mask & (slots > positions[:, :, None] - window)[:, None]
+        scores = jnp.where(mask, scores, -jnp.inf)
+        new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1, keepdims=True))
+        reference = jnp.where(jnp.isfinite(new_peak), new_peak, 0.0)  # nothing seen yet: no NaN
+        weights = jnp.exp(scores - reference)
+        shrink = jnp.exp(peak - reference)
+        total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
+        seen = product(weights.astype(v.dtype), v, (((3,), (position_axis,)), ((0, 1), (0, kv_axis))))
+        return new_peak, total, out * shrink + seen
+
+    nothing = jnp.zeros((batch, kv_heads, num_rows, 1), jnp.float32)
+    start = (nothing - jnp.inf, nothing, jnp.zeros(rows.shape, jnp.float32))
+    peak, total, out = jax.lax.fori_loop(first, last, attend, start)
+    some = total > 0
+    lse = jnp.where(some, jnp.log(jnp.where(some, total, 1.0)) + peak, -jnp.inf)
+    return out / jnp.where(some, total, 1.0), lse

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 SMALLEST_BUCKET = 512
 BUCKET_MULTIPLE = 128  # every cache capacity is a multiple: whole blocks of any allowed block size
-CHUNK_SIZES = (32, 64, 128, 256, 512)
+HALF_STEPS_FROM = 2048  # beyond it a bucket is at most 1.5 times the one before, not twice
+CHUNK_SIZES = (32, 64, 128, 256)  # a chunk of 512 is slower on CPU: the scores among its own tokens
 EMULATED_CHUNK_SIZES = (32, 128)
-SCORE_BYTES = 512 << 20  # float32 attention scores that one prefill chunk may take on one device
+SCORE_BYTES = 512 << 20  # float32 scores among a chunk's own tokens that one device may hold
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -19,33 +22,40 @@ def largest_bucket(max_model_len: int, num_nodes: int) -> int:
 
 
 def bucket_for(slots: int, largest: int) -> int:
-    """The smallest bucket (512, 1k, 2k, .. or the largest) with at least `slots` slots."""
+    """The smallest bucket (512, 1k, 2k, 3k, 4k, 6k, 8k, .. or the largest) with at least `slots` slots.
+
+    A step reads its bucket whole: finer buckets waste less, and are more programs to compile.
+    """
     if slots > largest:
         raise ValueError(f"{slots} slots do not fit the largest bucket of {largest}")
     bucket = SMALLEST_BUCKET
     while bucket < slots:
         bucket *= 2
+    if bucket > HALF_STEPS_FROM and slots <= bucket * 3 // 4:
+        bucket = bucket * 3 // 4
     return min(bucket, largest)
 
 
-def chunk_sizes(rows: int, heads: int, slots: int, *, emulated: bool) -> tuple[int, ...]:
-    """Sizes of prefill chunks whose scores [rows, heads, chunk, slots] stay within SCORE_BYTES, ascending.
+def chunk_sizes(rows: int, heads: int, *, emulated: bool) -> tuple[int, ...]:
+    """Sizes of prefill chunks whose own scores [rows, heads, C, C] stay within SCORE_BYTES, ascending.
 
     Args:
-      rows, heads: per device. slots: cache bucket that the prompt ends in.
+      rows, heads: per device.
       emulated: several devices share this host's cores. Chunks stay small then: every device waits in
         each collective for all the others to finish the same part. And they are few: a program for eight
         devices takes longer to compile, or to load, than some padding to run.
     """
-    limit = SCORE_BYTES // (4 * rows * heads * slots)
     sizes = EMULATED_CHUNK_SIZES if emulated else CHUNK_SIZES
-    return tuple(size for size in sizes if size <= limit) or sizes[:1]
+    return tuple(size for size in sizes if 4 * rows * heads * size**2 <= SCORE_BYTES) or sizes[:1]
 
 
-def next_chunk(offset: int, total: int, sizes: tuple[int, ...], capacity_limit: int) -> int:
-    """Size of the chunk that starts at `offset` of prompts with up to `total` tokens.
-
-    The smallest size that holds what is left, or the largest there is, as far as it fits the largest cache.
-    """
-    allowed = [size for size in sizes if offset + size <= capacity_limit]
-    return next((size for size in allowed if size >= total - offset), allowed[-1])
+def plan_chunks(total: int, sizes: Sequence[int], capacity_limit: int) -> list[int]:
+    """Chunks for prompts of up to `total` tokens: the largest size again and again, then the smallest that
+    holds what is left, as far as it fits the largest cache."""
+    plan: list[int] = []
+    offset = 0
+    while offset < total:
+        allowed = [size for size in sizes if offset + size <= capacity_limit]
+        plan.append(next((size for size in allowed if size >= total - offset), allowed[-1]))
+        offset += plan[-1]
+    return plan

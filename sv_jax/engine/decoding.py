@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sv_jax.engine.buckets import bucket_for, chunk_sizes, largest_bucket, next_chunk, round_up
+from sv_jax.engine.buckets import bucket_for, chunk_sizes, largest_bucket, plan_chunks, round_up
 from sv_jax.engine.compile_clock import compile_seconds
 from sv_jax.engine.reader import OnText, Reader, Row, row_logprobs, row_traces
 from sv_jax.engine.results import BatchOutcome, RequestOutput
@@ -84,30 +84,33 @@ def padded_batch(rows: int, data_size: int) -> int:
     return round_up(max(rows, 1), data_size)
 
 
+def plan_prefill(target: Transformer, rows: int, total: int, largest: int) -> list[int]:
+    """Chunk sizes for a batch of `rows` prompts of up to `total` tokens."""
+    sharding = target.sharding
+    heads = target.config.num_heads // (1 if "heads" in sharding.replicated else sharding.model_size)
+    emulated = sharding.platform == "cpu" and sharding.mesh.size > 1
+    return plan_chunks(total, chunk_sizes(rows // sharding.data_size, heads, emulated=emulated), largest)
+
+
 def prefill(
     target: Transformer,
     params: Params,
     prompts: Sequence[Sequence[int]],
     state: SpeculationState,
-    largest: int,
+    chunks: Sequence[int],
     should_stop: Callable[[], bool] = lambda: False,
 ) -> SpeculationState:
-    """Runs all prompts through the target, chunk by chunk, growing the cache as they get longer."""
-    total = max(len(p) for p in prompts)
-    batch = state.lengths.shape[0]
-    sharding = target.sharding
-    heads = target.config.num_heads // (1 if "heads" in sharding.replicated else sharding.model_size)
-    emulated = sharding.platform == "cpu" and sharding.mesh.size > 1
-    sizes = chunk_sizes(batch // sharding.data_size, heads, bucket_for(total, largest), emulated=emulated)
+    """Runs all prompts through the target, chunk by chunk. The state has slots for all of them: what a chunk
+    costs follows the tokens before it, not the capacity."""
     offset = 0
-    while offset < total and not should_stop():
-        size = next_chunk(offset, total, sizes, largest)
-        state = ensure_capacity(target, state, offset + size, largest)
-        tokens = np.zeros((batch, size), np.int32)
+    for size in chunks:
+        if should_stop():
+            break
+        tokens = np.zeros((state.lengths.shape[0], size), np.int32)
         for row, prompt in zip(tokens, prompts):
             part = prompt[offset : offset + size]
             row[: len(part)] = part
-        placed = jax.device_put(tokens, sharding.named("batch", None))
+        placed = jax.device_put(tokens, target.sharding.named("batch", None))
         state = prefill_chunk(target, params, state, placed)
         # Dispatch is asynchronous: minutes of chunks would be under way before should_stop is asked again.
         jax.block_until_ready(state.lengths)
@@ -161,8 +164,11 @@ def decode_batch(
     largest = largest_bucket(request.max_model_len, widest)
     num_logprobs = TOP_LOGPROBS if request.logprobs else 0
     arrays = _make_request(request, batch_size)
-    state = start(target, arrays, capacity=bucket_for(1, largest), num_logprobs=num_logprobs)
-    state = prefill(target, params, request.prompts, state, largest, should_stop)
+    total = max(len(prompt) for prompt in request.prompts)
+    chunks = plan_prefill(target, batch_size, total, largest)
+    capacity = bucket_for(max(sum(chunks), total + widest), largest)
+    state = start(target, arrays, capacity=capacity, num_logprobs=num_logprobs)
+    state = prefill(target, params, request.prompts, state, chunks, should_stop)
     state = reader.read(target, state, watch.seconds())
     first_token_seconds = watch.seconds()
     state = _decode(target, params, length, state, reader, watch, largest, should_stop)
@@ -243,7 +249,8 @@ def next_token_logits(target: Transformer, params: Params, token_ids: Sequence[i
     # The buckets of plain decoding: what this compiles does not depend on how many tokens there are.
     largest = largest_bucket(target.config.max_position_embeddings, 1)
     request = make_request([len(prefix)] * rows, [len(prefix) + 2] * rows)
-    state = start(target, request, capacity=bucket_for(1, largest))
-    state = prefill(target, params, [prefix] * rows, state, largest)
+    chunks = plan_prefill(target, rows, len(prefix), largest)
+    state = start(target, request, capacity=bucket_for(max(sum(chunks), len(prefix) + 1), largest))
+    state = prefill(target, params, [prefix] * rows, state, chunks)
     placed = jax.device_put(np.full((rows, 1), root, np.int32), target.sharding.named("batch", None))
     return np.asarray(_root_logits(target, params, state, placed))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.cache_attention import cache_attention
-from pallas_kernels.cache_attention.reference import KEYS_LEFT_ROWS
+from pallas_kernels.cache_attention.reference import STEP_ROWS, block_of_positions
 from pallas_kernels.platform import LAYOUTS
 
 CAPACITY = 12
@@ -60,13 +60,43 @@ def test_ragged_lengths_and_groups(layout, heads, kv_heads):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_many_tokens_take_the_other_orientation(layout, dtype):
-    """A prefill chunk has more query rows than a step; its product is laid out the other way round."""
-    num_tokens = 1 + KEYS_LEFT_ROWS // 3
-    arguments = inputs(lengths=[0, 1, CAPACITY], num_tokens=num_tokens, dtype=dtype)
+@pytest.mark.parametrize("lengths", [[0, 1, CAPACITY], [3, 4, 5], [0, 0, 0]])
+def test_many_tokens_go_block_by_block(layout, dtype, lengths):
+    """A prefill chunk has more query rows than a step: positions are visited in blocks of 4 here."""
+    assert block_of_positions(1, CAPACITY) == 4
+    num_tokens = 1 + STEP_ROWS // 3
+    arguments = inputs(lengths=lengths, num_tokens=num_tokens, dtype=dtype)
     tolerance = 2e-5 if dtype == "float32" else 2e-2
     check(run(*arguments, layout), naive(*arguments), tolerance)
-    check(run(*arguments, layout, window=5), naive(*arguments, window=5), tolerance)
+    for window in (1, 5, 50):  # the last queries of a narrow one see nothing of the cache
+        check(run(*arguments, layout, window=window), naive(*arguments, window=window), tolerance)
+
+
+def test_blocks_behind_every_length_are_not_read():
+    """Not even NaN there shows; nor before every window."""
+    num_tokens = 1 + STEP_ROWS // 3
+    q, k, v, lengths, positions = inputs(lengths=[2, 8], num_tokens=num_tokens)
+    expected = naive(q, k, v, lengths, positions)
+    dead = np.zeros(CAPACITY, bool)
+    dead[8:] = True
+    poisoned = (jnp.where(dead[:, None, None], jnp.nan, x) for x in (k, v))
+    check(run(q, *poisoned, lengths, positions, "BKSD"), expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "capacity", "block"),
+    [
+        (1, 8192, 512),
+        (2304, 8192, 256),
+        (9216, 512, 64),
+        (10**6, 8192, 64),
+        (1, 640, 128),
+        (1, 12, 4),
+        (1, 7, 1),
+    ],
+)
+def test_block_sizes(rows, capacity, block):
+    assert block_of_positions(rows, capacity) == block
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
