@@ -29,11 +29,11 @@ def main() -> None:
     loaded, compiled_before = time.perf_counter(), compile_seconds()
     first: list[tuple[float, float]] = []
 
-    def on_tokens(row: int, token_ids: list[int], finish_reason: str | None) -> None:
+    def on_text(row: int, text: str, finish_reason: str | None) -> None:
         if not first:
             first.append((time.perf_counter(), compile_seconds() - compiled_before))
 
-    model.generate(list(BUILTIN_PROMPTS), max_new_tokens=2, on_tokens=on_tokens)
+    model.generate(list(BUILTIN_PROMPTS), max_new_tokens=2, on_text=on_text)
     at, compiled = first[0]
     parts = {
         "import_and_devices": imported - STARTED,

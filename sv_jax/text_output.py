@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # importing the engine imports JAX, which --help must not wai
 
 BEGINNING_WIDTH = 60
 # A row's text is written by the line: its own, or when so much has come, or after so long.
-LINE_WIDTH, LINE_SECONDS = 64, 2.0
+LINE_WIDTH, LINE_SECONDS = 64, 4.0
 PROMPT, LINE, MORE, END = ">", "|", "+", "="
 MARKS = (
     f"Several prompts are written side by side as their texts grow. [2/4] is the second of four; behind it, "

@@ -44,8 +44,23 @@ def test_real_prompts_from_stdin_are_lossless():
     done = run(*arguments, input=prompts.encode())
     out, err = done.stdout.decode(), done.stderr.decode()
     assert done.returncode == 0, err
-    assert out.count("[1/2] Count: 1 2 3 4 1 2 3 4 1 2 (") == out.count("[2/2] Say 你好 👍 你好 👍 (") == 1
+    headings = ["[1/2] > Count: 1 2 3 4 1 2 3 4 1 2\n", "[2/2] > Say 你好 👍 你好 👍\n"]
+    assert [out.count(heading) for heading in headings] == [1, 1] and out.count("] = length\n") == 2
     assert "of 2 rows are identical" in err and err.rstrip().endswith("lossless")
+
+
+@pytest.mark.real
+def test_real_sampling_that_a_stop_string_ends():
+    arguments = ["--temperature=0.7", "--top-p=0.9", "--seed=3", "--stop=7", "--logprobs=2", "--json"]
+    done = run(*arguments, "--no-chat", "--max-new-tokens=24", "--prompt", "Count: 1 2 3 4 5 6 7 8 1 2 3 4")
+    assert done.returncode == 0, done.stderr.decode()
+    output = json.loads(done.stdout)["outputs"][0]
+    assert output["finish_reason"] == "stop" and "7" not in output["text"]
+    assert done.stderr.decode().count(output["text"]) == 1  # it was streamed there
+    assert b"follows the law of plain sampling" in done.stderr
+    assert [entry["token_id"] for entry in output["logprobs"]] == output["token_ids"]
+    for entry in output["logprobs"]:
+        assert len(entry["top"]) == 2 and entry["logprob"] <= entry["top"][0]["logprob"] <= 0
 
 
 REAL_BAD = [

@@ -12,7 +12,7 @@ import pytest
 
 from sv_jax import generate
 from sv_jax.engine import RequestOutput
-from sv_jax.text_output import live_printer
+from sv_jax.text_output import LINE_SECONDS, live_printer
 from tests.fake_engine import run
 
 
@@ -94,7 +94,7 @@ def test_a_row_is_written_when_a_line_is_full():
 
 
 def test_a_slow_row_does_not_wait_for_a_full_line():
-    assert written_by(["one", " two", " three", " fo", "ur"], seconds=1) == [
+    assert written_by(["one", " two", " three", " fo", "ur"], seconds=LINE_SECONDS / 2) == [
         "[2/2] > q\n",
         "",
         "[2/2] | one two \n",
@@ -102,7 +102,7 @@ def test_a_slow_row_does_not_wait_for_a_full_line():
         "[2/2] + three \n",
         "[2/2] + four\n[2/2] = stop\n",
     ]
-    assert written_by(["你好", "世界"], seconds=2)[1] == "[2/2] | 你好世界\n"
+    assert written_by(["你好", "世界"], seconds=LINE_SECONDS)[1] == "[2/2] | 你好世界\n"
 
 
 def test_a_line_break_ends_a_line_at_once():
