@@ -98,17 +98,14 @@ def filled_state(model: Any, length: int, batch: int, max_model_len: int, num_no
     import jax.numpy as jnp
 
     from sv_jax.engine.buckets import bucket_for, largest_bucket
-    from sv_jax.speculation import start_state
+    from sv_jax.speculation import make_request, start_state
 
-    rows = jnp.full((batch,), length, jnp.int32)
     bucket = bucket_for(length + num_nodes, largest_bucket(max_model_len, num_nodes))
-    ends = jnp.full((batch, 1), -1, jnp.int32)
-    state = start_state(
-        model.target, rows, rows + (1 << 20), ends, capacity=bucket, num_speculative_tokens=num_nodes - 1
-    )
+    request = make_request([length] * batch, [length + (1 << 20)] * batch)
+    state = start_state(model.target, request, capacity=bucket)
     keys = iter(jax.random.split(jax.random.key(0), 2 * model.target.config.num_layers))
     cache = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape, x.dtype), state.cache)
-    return dataclasses.replace(state, cache=cache, lengths=rows + 0)
+    return dataclasses.replace(state, cache=cache, lengths=jnp.full((batch,), length, jnp.int32))
 
 
 class Timed:
@@ -132,12 +129,12 @@ class Timed:
 
         from sv_jax.speculation import decode_slice
 
-        before = int(self.state.statistics.steps)
+        before = int(self.state.steps)
         started = time.perf_counter()
         state = decode_slice(self.model.target, self.model.params, self.drafter, self.state, self.steps)
         jax.block_until_ready(state.lengths)
         elapsed = time.perf_counter() - started
-        done = int(state.statistics.steps) - before
+        done = int(state.steps) - before
         self.state = dataclasses.replace(state, lengths=jnp.array(self.lengths))
         return 1e3 * elapsed / done
 

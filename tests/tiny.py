@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from sv_jax.config import ModelConfig
+from sv_jax.engine.trace import RowTrace, StepCounts, count_steps
 from sv_jax.model.transformer import Params, Transformer, random_params
 from sv_jax.sharding import make_sharding
 from sv_jax.speculation.loop import decode_slice
 from sv_jax.speculation.prefill import prefill_chunk
+from sv_jax.speculation.request import make_request
 from sv_jax.speculation.state import grow_state, start_state
 from sv_jax.speculation.types import Drafter, SpeculationState
 
@@ -29,7 +32,6 @@ TINY = ModelConfig(
     max_position_embeddings=256,
     tie_word_embeddings=True,
 )
-NO_EOS = -1
 
 
 def make_target(
@@ -58,24 +60,18 @@ def prefilled(
     prompts: Sequence[Sequence[int]],
     *,
     limits: Sequence[int],
-    num_speculative_tokens: int,
-    eos_ids: Sequence[Sequence[int]] | None = None,
     capacity: int = 128,
     chunk: int = 16,
+    num_logprobs: int = 0,
+    **request: Any,
 ) -> SpeculationState:
-    """A state in which every prompt is committed and its first token emitted. [] pads the batch."""
+    """A state in which every prompt is committed and its first token emitted. [] pads the batch.
+
+    request: further arguments of `make_request`.
+    """
     lengths = np.array([len(p) for p in prompts], np.int32)
-    eos = np.full((len(prompts), 2), NO_EOS, np.int32)  # one width: fewer programs to compile
-    for ids, given in zip(eos, [] if eos_ids is None else eos_ids):
-        ids[: len(given)] = given
-    state = start_state(
-        target,
-        lengths,
-        np.array(limits, np.int32),
-        eos,
-        capacity=capacity,
-        num_speculative_tokens=max(8, num_speculative_tokens),  # likewise
-    )
+    arrays = make_request(lengths, limits, **request)
+    state = start_state(target, arrays, capacity=capacity, num_logprobs=num_logprobs)
     padded = np.zeros((len(prompts), -(-max(lengths) // chunk) * chunk), np.int32)
     for row, prompt in zip(padded, prompts):
         row[: len(prompt)] = prompt
@@ -96,11 +92,11 @@ def run_to_end(
 ) -> SpeculationState:
     """Slices of `max_steps` until every row has finished; the cache doubles when a slice stops for it."""
     while True:
-        before = int(state.statistics.steps)
+        before = int(state.steps)
         state = decode_slice(target, params, drafter, state, jnp.int32(max_steps))
         if bool(state.finished.all()):
             return state
-        if int(state.statistics.steps) == before:
+        if int(state.steps) == before:
             capacity = state.cache.capacity * 2
             assert capacity <= max_capacity, "no progress"
             state = grow_state(target, state, capacity=capacity)
@@ -113,6 +109,20 @@ def sequences(state: SpeculationState) -> list[list[int]]:
     return [[] if pad else row[: n + 1].tolist() for row, n, pad in zip(tokens, lengths, pads)]
 
 
+def row_counts(state: SpeculationState, most_emitted: int) -> list[StepCounts]:
+    """What each row's steps did, by the trace of its tokens. most_emitted: K + 1."""
+    trace, ends = state.trace, np.asarray(state.lengths) + 1
+    arrays = [np.asarray(x) for x in (trace.step, trace.drafted, trace.proposed, trace.foreseen)]
+    starts = np.asarray(state.prompt_lengths)
+    rows = [RowTrace(*(x[i, start:end] for x in arrays)) for i, (start, end) in enumerate(zip(starts, ends))]
+    return [count_steps([row], most_emitted) for row in rows]
+
+
+def histograms(state: SpeculationState, most_emitted: int) -> np.ndarray:
+    """int[B, K + 2]: steps of each row by the tokens that they emitted."""
+    return np.array([counts.histogram for counts in row_counts(state, most_emitted)])
+
+
 def decode(
     target: Transformer,
     params: Params,
@@ -121,7 +131,7 @@ def decode(
     *,
     new_tokens: int | Sequence[int] = 40,
     max_steps: int = 1000,
-    **start: object,
+    **start: Any,
 ) -> tuple[list[list[int]], SpeculationState]:
     """Prompt and output of every row, and the last state."""
     counts = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
@@ -130,8 +140,7 @@ def decode(
         params,
         prompts,
         limits=[len(p) + n for p, n in zip(prompts, counts)],
-        num_speculative_tokens=drafter.num_speculative_tokens,
-        **start,  # type: ignore[arg-type]
+        **start,
     )
     state = run_to_end(target, params, drafter, state, max_steps=max_steps)
     return sequences(state), state

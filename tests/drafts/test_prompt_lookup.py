@@ -10,6 +10,7 @@ import pytest
 from sv_jax.config import UserError
 from sv_jax.drafts.none import NoDraft
 from sv_jax.drafts.prompt_lookup import PromptLookup
+from sv_jax.speculation.request import make_request
 from sv_jax.speculation.state import start_state
 from tests.tiny import make_target
 
@@ -20,15 +21,8 @@ JUNK = 1  # what lies behind the history; occurs in histories too, so that readi
 def state_of(histories):
     """Rows whose tokens so far are `histories`; the last one is the root."""
     lengths = np.array([len(h) - 1 for h in histories], np.int32)
-    limits = np.full(len(histories), CAPACITY, np.int32)
-    state = start_state(
-        make_target(),
-        lengths + 1,
-        limits,
-        np.full((len(histories), 1), -1, np.int32),
-        capacity=CAPACITY,
-        num_speculative_tokens=4,
-    )
+    request = make_request(lengths + 1, [CAPACITY] * len(histories))
+    state = start_state(make_target(), request, capacity=CAPACITY)
     tokens = np.full((len(histories), CAPACITY + 1), JUNK, np.int32)
     for row, history in zip(tokens, histories):
         row[: len(history)] = history

@@ -75,32 +75,32 @@ def test_no_eos_id_at_all(model, outputs):
 
 
 class Listener:
-    """Collects on_tokens calls and checks their order."""
+    """Collects on_text calls and checks their order."""
 
     def __init__(self, rows: int) -> None:
-        self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        self.texts = [""] * rows
         self.reasons: list[str | None] = [None] * rows
         self.calls = 0
 
-    def __call__(self, row: int, token_ids: list[int], reason: str | None) -> None:
-        assert token_ids, "a call without tokens"
+    def __call__(self, row: int, text: str, reason: str | None) -> None:
+        assert text or reason, "a call that says nothing"
         assert self.reasons[row] is None, "a call after the last one"
-        self.tokens[row] += token_ids
+        self.texts[row] += text
         self.reasons[row] = reason
         self.calls += 1
 
 
 @HOW
 @pytest.mark.parametrize("max_batch_size", [1, 4])
-def test_every_token_is_reported_once(load, outputs, how, max_batch_size):
+def test_text_is_reported_once_and_whole(load, outputs, how, max_batch_size):
     """Rows are the caller's, in groups too, and the finish reason comes with the last tokens."""
     eos = [outputs[1][0], outputs[0][12]]
     prompts = [*PROMPTS, PROMPTS[0][::-1], PROMPTS[1]]
     listener = Listener(len(prompts))
     result = load(write={"eos": eos}).generate(
-        prompts, max_new_tokens=40, max_batch_size=max_batch_size, on_tokens=listener, **how
+        prompts, max_new_tokens=40, max_batch_size=max_batch_size, on_text=listener, **how
     )
-    assert listener.tokens == [output.token_ids for output in result.outputs]
+    assert listener.texts == [output.text for output in result.outputs]
     assert listener.reasons == [output.finish_reason for output in result.outputs]
     assert set(listener.reasons) == {"stop", "length"}
     assert listener.calls > len(prompts)
@@ -128,20 +128,20 @@ def test_stopped_between_slices(model, once):
         prompts,
         max_new_tokens=500,
         max_batch_size=4,
-        on_tokens=listener,
+        on_text=listener,
         should_stop=stop_at(4, once=once),
         **SPECULATIVE,
     )
     assert result.interrupted
     assert [o.finish_reason for o in result.outputs] == ["interrupted"] * 5
-    assert [o.token_ids for o in result.outputs] == listener.tokens
+    assert [o.text for o in result.outputs] == listener.texts
     assert listener.reasons == [None] * 5
     for prompt, output in zip(prompts[:4], result.outputs):
         assert 1 < len(output.token_ids) < 500
         assert_greedy(prompt, output.token_ids)
     assert (result.outputs[4].token_ids, result.outputs[4].text) == ([], "")
     assert result.outputs[4].prompt_tokens == 12
-    assert result.stats.emitted_tokens == sum(map(len, listener.tokens))
+    assert result.stats.emitted_tokens == sum(len(o.token_ids) for o in result.outputs)
 
 
 @pytest.mark.parametrize("once", [True, False])
@@ -190,5 +190,13 @@ def test_stopped_after_everything_was_done(model, outputs):
 def test_stopped_after_some_rows_ended(model):
     """Rows that were done keep their reason."""
     prompts = random_prompts(1090, 9, 1090, 30)
-    result = model.generate(prompts, max_new_tokens=1000, should_stop=stop_at(6), **SPECULATIVE)
+    listener = Listener(4)
+    result = model.generate(
+        prompts,
+        max_new_tokens=1000,
+        on_text=listener,
+        should_stop=lambda: listener.reasons[::2] == ["length", "length"],
+        **SPECULATIVE,
+    )
     assert [o.finish_reason for o in result.outputs] == ["length", "interrupted", "length", "interrupted"]
+    assert listener.reasons == ["length", None, "length", None]

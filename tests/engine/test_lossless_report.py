@@ -12,7 +12,6 @@ from sv_jax.engine.results import RequestOutput
 from tests.engine.tiny_directory import random_prompts, reference_logits
 
 PROMPTS = random_prompts(9, 30, 3, 50)
-OPTIONS = {"max_new_tokens": 12}
 
 
 def altered(result, row, token_ids):
@@ -23,7 +22,7 @@ def altered(result, row, token_ids):
 
 @pytest.fixture(scope="module")
 def result(model):
-    return model.generate(PROMPTS, num_speculative_tokens=4, **OPTIONS)
+    return model.generate(PROMPTS, num_speculative_tokens=4, max_new_tokens=12)
 
 
 def gap_after(tokens):
@@ -32,7 +31,7 @@ def gap_after(tokens):
 
 
 def test_equal_runs(model, result):
-    report = model.compare_with_plain(result, PROMPTS, **OPTIONS)
+    report = model.compare_with_plain(result, PROMPTS)
     assert report == LosslessReport(4, [])
     assert report.lossless and report.identical_rows == 4 and not report.interrupted
 
@@ -42,7 +41,7 @@ def test_a_planted_token_is_found(model, result, index):
     ids = list(result.outputs[2].token_ids)
     right = ids[index]
     ids[index] = (right + 1) % 64
-    report = model.compare_with_plain(altered(result, 2, ids), PROMPTS, **OPTIONS)
+    report = model.compare_with_plain(altered(result, 2, ids), PROMPTS)
     (divergence,) = report.divergences
     gap = gap_after([*PROMPTS[2], *ids[:index]])
     assert divergence == Divergence(2, index, ids[index], right, pytest.approx(gap, abs=1e-3))
@@ -52,21 +51,21 @@ def test_a_planted_token_is_found(model, result, index):
 
 def test_a_missing_tail_is_found(model, result):
     ids = result.outputs[0].token_ids
-    report = model.compare_with_plain(altered(result, 0, ids[:7]), PROMPTS, **OPTIONS)
+    report = model.compare_with_plain(altered(result, 0, ids[:7]), PROMPTS)
     (divergence,) = report.divergences
     assert (divergence.index, divergence.speculative_token, divergence.plain_token) == (7, None, ids[7])
 
 
 def test_a_surplus_token_is_found(model, result):
     ids = [*result.outputs[3].token_ids, 5]
-    report = model.compare_with_plain(altered(result, 3, ids), PROMPTS, **OPTIONS)
+    report = model.compare_with_plain(altered(result, 3, ids), PROMPTS)
     (divergence,) = report.divergences
     assert (divergence.row, divergence.index) == (3, 12)
     assert (divergence.speculative_token, divergence.plain_token) == (5, None)
 
 
 def test_an_interrupted_comparison_covers_what_there_is(model, result):
-    report = model.compare_with_plain(result, PROMPTS, should_stop=lambda: True, **OPTIONS)
+    report = model.compare_with_plain(result, PROMPTS, should_stop=lambda: True)
     assert report.interrupted and report.lossless and report.identical_rows == 4
 
 

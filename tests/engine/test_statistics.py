@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from sv_jax.engine.results import BatchOutcome, summarise
+from sv_jax.engine.results import BatchOutcome, RequestOutput, summarise
+from sv_jax.engine.trace import StepCounts
 from tests.engine.tiny_directory import random_prompts
 
 K = 4
@@ -95,18 +96,15 @@ def test_statistics_are_plain_numbers(model):
     assert document["emitted_tokens"] == 25 and len(document["acceptance_histogram"]) == K + 1
 
 
-def outcome(token_ids, histogram, **counts) -> BatchOutcome:
-    values = {
-        "drafted": 0,
-        "accepted": 0,
-        "steps_with_draft": 0,
-        "steps": 0,
-        "plain_steps": 0,
-        "first_token_seconds": 0.5,
-        "decode_seconds": 0.0,
-        "row_decode_seconds": [0.0] * len(token_ids),
-    }
-    return BatchOutcome(token_ids, ["length"] * len(token_ids), np.array(histogram), **(values | counts))
+def outcome(token_ids, histogram, *, decode_seconds=0.0, first_token_seconds=0.5, row_seconds=None, **counts):
+    names = ("drafted", "accepted", "steps_with_draft", "steps", "plain_steps")
+    return BatchOutcome(
+        [RequestOutput(1, ids, "", "length") for ids in token_ids],
+        StepCounts(np.array(histogram), **(dict.fromkeys(names, 0) | counts)),
+        first_token_seconds,
+        decode_seconds,
+        row_seconds or [0.0] * len(token_ids),
+    )
 
 
 def test_batches_are_summed():
@@ -119,7 +117,7 @@ def test_batches_are_summed():
         steps=3,
         plain_steps=1,
         decode_seconds=2.0,
-        row_decode_seconds=[2.0, 1.0],
+        row_seconds=[2.0, 1.0],
     )
     second = outcome([[1]], [0, 0, 0], first_token_seconds=9.0)
     stats = summarise([first, second], 1.5, 2.5)

@@ -15,6 +15,7 @@ from sv_jax.model.cache import KVCache
 from sv_jax.model.transformer import Params, Transformer, abstract_params
 from sv_jax.sharding import make_sharding
 from sv_jax.speculation.prefill import prefill_chunk
+from sv_jax.speculation.request import make_request
 from sv_jax.speculation.state import start_state
 from sv_jax.speculation.types import Draft
 from sv_jax.speculation.verify import verify
@@ -77,9 +78,7 @@ def _whole(target: Transformer, params: Params, cache: KVCache, tokens: jax.Arra
 
 
 def _state(target: Transformer, num_tokens: int, capacity: int) -> Any:
-    lengths = np.array([num_tokens], np.int32)
-    no_eos = np.array([[-1]], np.int32)
-    return start_state(target, lengths, lengths + 1, no_eos, capacity=capacity, num_speculative_tokens=1)
+    return start_state(target, make_request([num_tokens], [num_tokens + 1]), capacity=capacity)
 
 
 def whole_logits(target: Transformer, params: Params, tokens: np.ndarray) -> np.ndarray:

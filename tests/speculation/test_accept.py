@@ -1,4 +1,4 @@
-"""Greedy acceptance as a table of cases. The target's argmax after each node is part of the case."""
+"""Which drafts are kept, as a table of cases. The target's token after each node is part of the case."""
 
 import dataclasses
 
@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sv_jax.speculation.accept import accept_greedy
+from sv_jax.sampling_params import SamplingParams
+from sv_jax.speculation.accept import accept
 from sv_jax.speculation.loop import prune
+from sv_jax.speculation.request import make_request
 from sv_jax.speculation.types import Draft
 
 VOCAB = 10
@@ -67,18 +69,37 @@ def check(case, acceptance, row):
     assert acceptance.path[row, :count].tolist() == case.path
 
 
+def run(cases, *, probs=None, temperatures=None):
+    """`accept` on the cases as one batch of greedy rows, or with these temperatures."""
+    draft = Draft(jnp.array([c.tokens for c in cases]), jnp.array([c.parents for c in cases]), probs)
+    sampling = [SamplingParams(temperature=t) for t in temperatures or [0.0] * len(cases)]
+    rows = [5] * len(cases)
+    sampling = make_request(rows, rows, sampling=sampling).sampling
+    return jax.jit(accept)(draft, logits_with([c.best for c in cases]), sampling, jnp.array(rows))
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_alone(case):
-    draft = Draft(jnp.array([case.tokens]), jnp.array([case.parents]))
-    check(case, jax.jit(accept_greedy)(draft, logits_with([case.best])), 0)
+    check(case, run([case]), 0)
 
 
 @pytest.mark.parametrize("num_nodes", [4, 5])
 def test_in_one_batch(num_nodes):
     """Rows with other trees and other outcomes beside them come out the same."""
     cases = [case for case in CASES if len(case.tokens) == num_nodes]
-    draft = Draft(jnp.array([c.tokens for c in cases]), jnp.array([c.parents for c in cases]))
-    acceptance = jax.jit(accept_greedy)(draft, logits_with([c.best for c in cases]))
+    acceptance = run(cases)
+    for row, case in enumerate(cases):
+        check(case, acceptance, row)
+
+
+@pytest.mark.parametrize("beside", [0.0, 1.0], ids=["greedy batch", "beside a sampled row"])
+@pytest.mark.parametrize("num_nodes", [4, 5])
+def test_greedy_rows_of_drafts_with_laws(num_nodes, beside):
+    """The argmax alone decides, whatever law the draft was drawn from. (Of equal siblings rejection sampling
+    takes the first, which need not be the one that goes on.)"""
+    cases = [c for c in CASES if len(c.tokens) == num_nodes and "duplicate" not in c.name]
+    probs = jax.random.dirichlet(jax.random.key(1), jnp.ones(VOCAB), (len(cases) + 1, num_nodes))
+    acceptance = run([*cases, cases[0]], probs=probs, temperatures=[0.0] * len(cases) + [beside])
     for row, case in enumerate(cases):
         check(case, acceptance, row)
 

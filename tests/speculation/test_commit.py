@@ -9,9 +9,10 @@ import pytest
 
 from sv_jax.speculation.commit import commit, cut_at_ends
 from sv_jax.speculation.loop import has_room
+from sv_jax.speculation.request import make_request
 from sv_jax.speculation.state import start_state
 from sv_jax.speculation.types import Acceptance, Draft
-from tests.tiny import TINY, make_target
+from tests.tiny import TINY, histograms, make_target, row_counts
 
 CAPACITY, K, T = 16, 3, 4
 EOS, OTHER_EOS = 50, 51
@@ -53,11 +54,8 @@ def make_state(lengths, limits=None, finished=None):
     """Rows with `lengths` committed tokens; slot s of the cache holds -(s + 1), token i is i + 1."""
     batch = len(lengths)
     target = make_target()
-    limits = np.array(limits or [CAPACITY + 1] * batch, np.int32)
-    eos = np.full((batch, 1), EOS, np.int32)
-    state = start_state(
-        target, np.full(batch, 1, np.int32), limits, eos, capacity=CAPACITY, num_speculative_tokens=K
-    )
+    request = make_request([1] * batch, limits or [CAPACITY + 1] * batch, eos_ids=[[EOS]] * batch)
+    state = start_state(target, request, capacity=CAPACITY)
     slots = -(jnp.arange(CAPACITY, dtype=jnp.float32) + 1)[:, None]
     cache = dataclasses.replace(
         state.cache,
@@ -101,7 +99,7 @@ def test_rows_with_different_acceptance():
     before = make_state(lengths, finished=[False, False, False, True])
     draft = Draft(jnp.zeros((4, T), jnp.int32), jnp.array([[-1, 0, 0, 2]] * 4))
     acceptance = Acceptance(jnp.array(tokens), jnp.array(emitted), jnp.array(paths))
-    after = jax.jit(commit)(before, draft, marked_kv(4), acceptance)
+    after = jax.jit(commit)(before, draft, draft, marked_kv(4), acceptance)
 
     assert after.lengths.tolist() == [8, 3, 13, 7]
     assert after.finished.tolist() == [False, False, False, True]
@@ -117,14 +115,15 @@ def test_rows_with_different_acceptance():
         count = int(after.lengths[row]) - lengths[row]
         history = [i + 1 for i in range(lengths[row] + 1)] + tokens[row][:count]
         assert after.tokens[row, : lengths[row] + 1 + count].tolist() == history
-    assert after.statistics.histogram.tolist() == [
+    assert histograms(after, T).tolist() == [
         [0, 0, 0, 1, 0],
         [0, 1, 0, 0, 0],
         [0, 0, 0, 0, 1],
         [0, 0, 0, 0, 0],
     ]
-    assert after.statistics.drafted.tolist() == [3, 3, 3, 0]
-    assert after.statistics.accepted.tolist() == [2, 0, 3, 0]
+    counts = row_counts(after, T)
+    assert [row.drafted for row in counts] == [3, 3, 3, 0]
+    assert [row.accepted for row in counts] == [2, 0, 3, 0]
 
 
 def commit_chain(state, tokens):
@@ -132,7 +131,7 @@ def commit_chain(state, tokens):
     draft = Draft(jnp.zeros((batch, T), jnp.int32), jnp.array([[-1, 0, 1, 2]] * batch))
     path = jnp.array([list(range(T))] * batch)
     acceptance = Acceptance(jnp.array(tokens), jnp.full(batch, T), path)
-    return jax.jit(commit)(state, draft, marked_kv(batch), acceptance)
+    return jax.jit(commit)(state, draft, draft, marked_kv(batch), acceptance)
 
 
 def test_an_end_inside_the_accepted_run_truncates_the_row():
@@ -143,7 +142,7 @@ def test_an_end_inside_the_accepted_run_truncates_the_row():
     assert after.lengths.tolist() == [6, 6, 8]
     assert after.tokens[0, 5:7].tolist() == [11, EOS]
     assert after.tokens[1, 5:7].tolist() == [11, 12]  # 7 tokens in all: the limit
-    assert after.statistics.accepted.tolist() == [2, 2, 3]
+    assert [row.accepted for row in row_counts(after, T)] == [2, 2, 3]
 
 
 def test_the_very_end_of_the_capacity():

@@ -11,9 +11,10 @@ from sv_jax.drafts.none import NoDraft
 from sv_jax.drafts.prompt_lookup import PromptLookup
 from sv_jax.speculation.loop import decode_slice
 from sv_jax.speculation.prefill import prefill_chunk
+from sv_jax.speculation.request import make_request
 from sv_jax.speculation.state import start_state
 from tests import hlo
-from tests.tiny import TINY, make_model, prefilled, random_prompts, replace, run_to_end
+from tests.tiny import TINY, histograms, make_model, prefilled, random_prompts, replace, run_to_end
 
 # Sizes that no other array has: the cache, each weight and each activation can be told apart.
 DISTINCT = replace(
@@ -42,7 +43,6 @@ def test_nothing_recompiles_after_warm_up():
     target, params = make_model()
     drafter = PromptLookup(4)
     rng = np.random.default_rng(0)
-    options = {"num_speculative_tokens": 4, "capacity": 128}
 
     def run(seed, max_steps):
         lengths = rng.integers(1, 30, 4)
@@ -50,10 +50,10 @@ def test_nothing_recompiles_after_warm_up():
         if seed % 2:  # repetitive text: more is accepted
             prompts = [(p[:4] * len(p))[: len(p)] for p in prompts]
         limits = lengths + rng.integers(1, 60, 4)
-        eos_ids = rng.integers(0, 64, (4, 2)) if seed % 3 == 0 else None
-        state = prefilled(target, params, prompts, limits=limits, eos_ids=eos_ids, **options)
+        eos_ids = rng.integers(0, 64, (4, 2)).tolist() if seed % 3 == 0 else None
+        state = prefilled(target, params, prompts, limits=limits, eos_ids=eos_ids)
         state = run_to_end(target, params, drafter, state, max_steps=max_steps)
-        return np.asarray(state.statistics.histogram).sum(0), int(state.statistics.steps)
+        return histograms(state, 5).sum(0), int(state.steps)
 
     run(0, max_steps=3)
     events: list[str] = []
@@ -75,19 +75,19 @@ def test_nothing_recompiles_after_warm_up():
 def test_no_transfer_inside_a_slice():
     target, params = make_model()
     prompts = random_prompts((5, 9, 2, 7))
-    state = prefilled(target, params, prompts, limits=[60] * 4, num_speculative_tokens=4)
+    state = prefilled(target, params, prompts, limits=[60] * 4)
     max_steps = jax.device_put(jnp.int32(50))
     with jax.transfer_guard("disallow"):
         state = decode_slice(target, params, PromptLookup(4), state, max_steps)
         with pytest.raises(Exception, match=r"[Dd]isallowed host-to-device transfer"):
             decode_slice(target, params, PromptLookup(4), state, np.int32(50))
-    assert int(state.statistics.steps) > 5
+    assert int(state.steps) > 5
 
 
 def start(mesh):
     target, params = make_model(DISTINCT, mesh)
-    lengths, eos_ids = np.full(4, 3, np.int32), np.full((4, 1), 3, np.int32)
-    state = start_state(target, lengths, lengths + 9, eos_ids, capacity=CAPACITY, num_speculative_tokens=4)
+    request = make_request([3] * 4, [12] * 4, eos_ids=[[3]] * 4)
+    state = start_state(target, request, capacity=CAPACITY)
     cache = state.cache.keys[0]
     return target, params, state, cache.sharding.shard_shape(cache.shape)
 
@@ -165,7 +165,7 @@ def test_a_gathered_cache_would_be_found():
 def test_a_slice_donates_its_state():
     """The caches are updated in place: the old ones are gone."""
     target, params = make_model()
-    state = prefilled(target, params, random_prompts((5,)), limits=[20], num_speculative_tokens=4)
+    state = prefilled(target, params, random_prompts((5,)), limits=[20])
     after = decode_slice(target, params, PromptLookup(4), state, jnp.int32(3))
     assert all(array.is_deleted() for array in state.cache.keys + state.cache.values)
     assert not after.cache.keys[0].is_deleted()
