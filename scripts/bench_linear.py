@@ -3,7 +3,7 @@
     python scripts/bench_linear.py
 
 Each variant streams the weights of several layers once per call; variants are interleaved, figures are
-medians in GB/s of weights read. "ours" is `sv_jax.model.layers.multiply`: weights [out, in] on the left and a
+medians in GB/s of weights read. "ours" is `sv_jax.model.layers.multiply`: weights [in, out] on the right and a
 float32 result. The last line is one JSON object.
 """
 
@@ -31,10 +31,11 @@ def dot(left: jax.Array, right: jax.Array, axes: tuple[int, int], result: str | 
 
 # (multiply x [T, in] with w, whether w is transposed to [in, out])
 VARIANTS: dict[str, tuple[Callable[[jax.Array, jax.Array], jax.Array], bool]] = {
-    "ours": (lambda x, w: multiply(w, x), False),
-    "weights on the right": (lambda x, w: dot(x, w, (1, 1), "float32"), False),
-    "weights [in, out]": (lambda x, w: dot(x, w, (1, 0), "float32"), True),
-    "result in the weights' dtype": (lambda x, w: dot(x, w, (1, 1), None), False),
+    "ours": (lambda x, w: multiply(x, w), True),
+    "weights on the left": (lambda x, w: dot(w, x, (0, 1), "float32").T, True),
+    "weights [out, in]": (lambda x, w: dot(x, w, (1, 1), "float32"), False),
+    "[out, in] on the left": (lambda x, w: dot(w, x, (1, 1), "float32").T, False),
+    "result in the weights' dtype": (lambda x, w: dot(x, w, (1, 0), None), True),
 }
 
 
@@ -66,8 +67,8 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = []
     for dtype in ("float32", "bfloat16"):
-        for shape in ((1536, 576), (49152, 576)):
-            for tokens in (1, 2, 8, 32):
+        for shape in ((1536, 576), (576, 1536), (49152, 576)):
+            for tokens in (1, 2, 8, 16, 256):
                 row = {"dtype": dtype, "out_in": shape, "tokens": tokens}
                 rows.append({**row, "gb_per_second": bench(dtype, shape, tokens, arguments.rounds)})
                 print(rows[-1], file=sys.stderr, flush=True)

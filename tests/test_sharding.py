@@ -59,11 +59,11 @@ def test_weights_are_cut_as_the_table_says():
     params = abstract_params(make_target(TINY, (4, 2)))
     layer = params["layers_0"]
     cut = {
-        "query": (layer["attention"]["query"]["kernel"], 0),
-        "key": (layer["attention"]["key"]["kernel"], 0),
-        "output": (layer["attention"]["output"]["kernel"], 1),
-        "up": (layer["ffn"]["up"]["kernel"], 0),
-        "down": (layer["ffn"]["down"]["kernel"], 1),
+        "query": (layer["attention"]["query"]["kernel"], 1),
+        "key": (layer["attention"]["key"]["kernel"], 1),
+        "output": (layer["attention"]["output"]["kernel"], 0),
+        "up": (layer["ffn"]["up"]["kernel"], 1),
+        "down": (layer["ffn"]["down"]["kernel"], 0),
         "embedding": (params["embedding"]["embedding"], 0),
     }
     for name, (leaf, axis) in cut.items():

@@ -58,6 +58,11 @@ class TensorTable:
             return None
         return template.replace("{i}", match[1]) if match else template
 
+    @staticmethod
+    def is_transposed(path: str) -> bool:
+        """Whether parameter `path` is its tensor's transpose: kernels are [in, out], tensors [out, in]."""
+        return path.endswith("/kernel")
+
     def is_skipped(self, tensor: str) -> bool:
         return any(re.fullmatch(pattern, tensor) for pattern in self.skipped)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sv_jax.checkpoints.resolve import Checkpoint
 
 READ_BYTES = 128 << 20  # read and converted at a time; bounds host memory next to the finished slice
+TRANSPOSE_BYTES = 1 << 20  # a block that is transposed out of a core's cache
 PENDING_BYTES = 512 << 20  # host slices that may wait for their transfer to an accelerator
 
 
@@ -33,8 +34,8 @@ def load_params(checkpoint: Checkpoint, abstract_params, *, progress: bool = Tru
     """The parameters of `checkpoint` as a tree like `abstract_params`.
 
     abstract_params: nested dict of jax.ShapeDtypeStruct (shape, dtype, sharding; no sharding means the
-      default device). Everything has the shape that it has in the files: embedding [V, d], kernels
-      [out, in].
+      default device). Everything has the shape that it has in the files, but for kernels: [in, out], where
+      the files have [out, in].
 
     Returns a nested dict of jax.Array with those shapes, dtypes and shardings.
     Raises UserError for tensors that are missing, unread, or of another shape, and for damaged files.
@@ -61,14 +62,14 @@ def load_from(
     leaves = _flatten(abstract_params)
     tensor_of = _assign(leaves, table)
     _check_names(source, set(tensor_of.values()), table, tied=tied)
-    _check_shapes(source, leaves, tensor_of)
+    _check_shapes(source, leaves, tensor_of, table)
 
     loaded: dict[str, jax.Array] = {}
     pending: list[jax.Array] = []
     total = sum(_bytes(leaf) for leaf in leaves.values())
     with progress_bar("loading", total, "B", progress=progress) as bar:
         for path, leaf in leaves.items():
-            loaded[path] = load_array(source, tensor_of[path], leaf)
+            loaded[path] = load_array(source, tensor_of[path], leaf, transposed=table.is_transposed(path))
             pending.append(loaded[path])
             # Transfers are asynchronous and keep their host slice; do not let them pile up.
             if sum(_bytes(array) for array in pending) > PENDING_BYTES:
@@ -79,8 +80,11 @@ def load_from(
     return _unflatten(loaded)
 
 
-def load_array(source: Source, name: str, leaf) -> jax.Array:
-    """One parameter: every distinct slice is read once and put on all devices that hold it."""
+def load_array(source: Source, name: str, leaf, *, transposed: bool = False) -> jax.Array:
+    """One parameter: every distinct slice is read once and put on all devices that hold it.
+
+    transposed: the parameter is the transpose of the (two-dimensional) tensor.
+    """
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     devices_of: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
@@ -88,7 +92,8 @@ def load_array(source: Source, name: str, leaf) -> jax.Array:
         devices_of.setdefault(bounds, []).append(device)
     shards = []
     for bounds, devices in devices_of.items():
-        host = read_slice(source, name, bounds, np.dtype(leaf.dtype))
+        read = read_transposed if transposed else read_slice
+        host = read(source, name, bounds, np.dtype(leaf.dtype))
         shards += [jax.device_put(host, device) for device in devices]
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
 
@@ -106,6 +111,20 @@ def read_slice(source: Source, name: str, bounds: tuple[tuple[int, int], ...], d
     for start in range(rows.start, rows.stop, step):
         block = source.read(name, (slice(start, min(start + step, rows.stop)), *rest))
         out[start - rows.start :][: len(block)] = block
+    return out
+
+
+def read_transposed(
+    source: Source, name: str, bounds: tuple[tuple[int, int], ...], dtype: np.dtype
+) -> np.ndarray:
+    """The part of a matrix's transpose within `bounds`, which are those of the transpose; as `read_slice`."""
+    (first, last), columns = bounds
+    out = np.empty((last - first, columns[1] - columns[0]), dtype)
+    step = max(1, TRANSPOSE_BYTES // (4 * len(out)))
+    for start in range(*columns, step):
+        stop = min(start + step, columns[1])
+        block = source.read(name, (slice(start, stop), slice(first, last)))
+        out[:, start - columns[0] : stop - columns[0]] = block.T
     return out
 
 
@@ -173,7 +192,10 @@ def _check_duplicate(source: Source) -> None:
         )
 
 
-def _check_shapes(source: Source, leaves: Mapping[str, Any], tensor_of: Mapping[str, str]) -> None:
+def _check_shapes(
+    source: Source, leaves: Mapping[str, Any], tensor_of: Mapping[str, str], table: TensorTable
+) -> None:
     for path, leaf in leaves.items():
-        if (found := source.shape(tensor_of[path])) != tuple(leaf.shape):
-            raise UserError(f"tensor {tensor_of[path]!r} has shape {found}; the config asks for {leaf.shape}")
+        expected = tuple(leaf.shape)[::-1] if table.is_transposed(path) else tuple(leaf.shape)
+        if (found := source.shape(tensor_of[path])) != expected:
+            raise UserError(f"tensor {tensor_of[path]!r} has shape {found}; the config asks for {expected}")

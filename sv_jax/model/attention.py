@@ -81,7 +81,7 @@ class Attention(nn.Module):
 
         def project(name: str, heads: int, axis: str) -> jax.Array:
             linear = Linear(
-                heads * config.head_dim, (axis, "embed"), config.attention_bias, self.dtype, name=name
+                heads * config.head_dim, ("embed", axis), config.attention_bias, self.dtype, name=name
             )
             y = linear(x).reshape(*x.shape[:2], heads, config.head_dim)
             return self.sharding.constrain(y, "batch", None, axis, None)
@@ -107,6 +107,6 @@ class Attention(nn.Module):
         out = merge_attention([over_cache, among_step]).astype(self.dtype)
         out = out.reshape(*x.shape[:2], config.num_heads * config.head_dim)
         output = Linear(
-            config.hidden_size, ("embed", "heads"), config.attention_output_bias, self.dtype, name="output"
+            config.hidden_size, ("heads", "embed"), config.attention_output_bias, self.dtype, name="output"
         )
         return output(out), (k, v)

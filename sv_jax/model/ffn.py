@@ -22,6 +22,6 @@ class FeedForward(nn.Module):
         def linear(name: str, features: int, axes: tuple[str, str]) -> Linear:
             return Linear(features, axes, config.mlp_bias, self.dtype, name=name)
 
-        gate = linear("gate", config.intermediate_size, ("ffn", "embed"))(x)
-        up = linear("up", config.intermediate_size, ("ffn", "embed"))(x)
-        return linear("down", config.hidden_size, ("embed", "ffn"))(nn.silu(gate) * up)
+        gate = linear("gate", config.intermediate_size, ("embed", "ffn"))(x)
+        up = linear("up", config.intermediate_size, ("embed", "ffn"))(x)
+        return linear("down", config.hidden_size, ("ffn", "embed"))(nn.silu(gate) * up)

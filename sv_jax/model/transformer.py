@@ -64,7 +64,7 @@ class Transformer(nn.Module):
         self.final_norm = RMSNorm(config.rms_norm_eps, self.dtype)
         if not config.tie_word_embeddings:
             self.head = Linear(
-                config.vocab_size, ("vocab", "embed"), False, self.dtype, output_dtype="float32"
+                config.vocab_size, ("embed", "vocab"), False, self.dtype, output_dtype="float32"
             )
 
     def __call__(

@@ -103,7 +103,8 @@ def test_only_slices_are_read_and_each_once(tmp_path):
 
 
 def test_large_slices_are_read_in_bounded_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(loader, "READ_BYTES", 7 * tiny.D * 4)  # 7 rows: does not divide anything
+    for name in ("READ_BYTES", "TRANSPOSE_BYTES"):
+        monkeypatch.setattr(loader, name, 7 * tiny.D * 4)  # 7 rows: does not divide anything
     config = model_config(VARIANTS["llama"])
     contents = tiny.tensors(config)
     recorder = Recorder(TensorSource(tiny.save(tmp_path, VARIANTS["llama"], contents).directory))

@@ -106,7 +106,7 @@ def tree(config: ModelConfig, *, dtype: Any = np.float32, place: Placer | None =
         flat[path] = jax.ShapeDtypeStruct(shape, dtype, sharding=place(path, shape) if place else None)
 
     def linear(path: str, out: int, into: int, bias: bool) -> None:
-        leaf(f"{path}/kernel", out, into)
+        leaf(f"{path}/kernel", into, out)
         if bias:
             leaf(f"{path}/bias", out)
 
@@ -146,7 +146,7 @@ def expected(contents: dict[str, np.ndarray], config: ModelConfig) -> dict[str, 
     flat = {"embedding/embedding": contents["model.embed_tokens.weight"]}
     flat["final_norm/scale"] = contents["model.norm.weight"]
     if "lm_head.weight" in contents and not config.tie_word_embeddings:
-        flat["head/kernel"] = contents["lm_head.weight"]
+        flat["head/kernel"] = contents["lm_head.weight"].T
     for i in range(config.num_layers):
         hf, ours = f"model.layers.{i}", f"layers_{i}"
         flat[f"{ours}/attention_norm/scale"] = contents[f"{hf}.input_layernorm.weight"]
@@ -155,7 +155,7 @@ def expected(contents: dict[str, np.ndarray], config: ModelConfig) -> dict[str, 
         modules = {f"attention/{a}": f"self_attn.{b}_proj" for a, b in pairs.items()}
         modules |= {f"ffn/{a}": f"mlp.{a}_proj" for a in ("gate", "up", "down")}
         for a, b in modules.items():
-            flat[f"{ours}/{a}/kernel"] = contents[f"{hf}.{b}.weight"]
+            flat[f"{ours}/{a}/kernel"] = contents[f"{hf}.{b}.weight"].T
             if f"{hf}.{b}.bias" in contents:
                 flat[f"{ours}/{a}/bias"] = contents[f"{hf}.{b}.bias"]
         for a, b in (("query_norm", "q_norm"), ("key_norm", "k_norm")):

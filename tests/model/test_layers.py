@@ -10,14 +10,14 @@ from tests.tiny import TINY, replace
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 4e-3)])
 def test_linear(dtype, tolerance):
-    """y = x W^T + b with float32 sums: in bfloat16 only the result is rounded."""
+    """y = x W + b with float32 sums: in bfloat16 only the result is rounded."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(2, 3, 512)), dtype)
-    kernel = jnp.asarray(rng.normal(size=(5, 512)), dtype)
+    kernel = jnp.asarray(rng.normal(size=(512, 5)), dtype)
     bias = jnp.asarray(rng.normal(size=5), dtype)
-    layer = Linear(5, ("heads", "embed"), use_bias=True, dtype=dtype)
+    layer = Linear(5, ("embed", "heads"), use_bias=True, dtype=dtype)
     y = layer.apply({"params": {"kernel": kernel, "bias": bias}}, x)
-    expected = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64).T + np.asarray(bias, np.float64)
+    expected = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64) + np.asarray(bias, np.float64)
     assert y.dtype == dtype and y.shape == (2, 3, 5)
     np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=tolerance, atol=1e-3)
 
@@ -26,10 +26,10 @@ def test_float32_logits_of_a_bfloat16_head_are_not_rounded():
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(1, 1, 64)), "bfloat16")
     table = jnp.asarray(rng.normal(size=(7, 64)), "bfloat16")
-    head = Linear(7, ("vocab", "embed"), dtype="bfloat16", output_dtype="float32")
+    head = Linear(7, ("embed", "vocab"), dtype="bfloat16", output_dtype="float32")
     expected = np.asarray(x, np.float64) @ np.asarray(table, np.float64).T
     for logits in (
-        head.apply({"params": {"kernel": table}}, x),
+        head.apply({"params": {"kernel": table.T}}, x),
         Embedding(7, 64, "bfloat16").apply({"params": {"embedding": table}}, x, method=Embedding.attend),
     ):
         assert logits.dtype == jnp.float32
