@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.platform import Layout
 
 STEP_ROWS = 128  # query rows per KV head, G * T, up to which all positions are multiplied at once
-TILE_BYTES = 4 << 20  # float32 scores of one block of positions: they stay in a core's caches
+TILE_BYTES = 8 << 20  # float32 scores of one block of positions: they stay in the caches
 SMALLEST_BLOCK, LARGEST_BLOCK = 64, 512
 
 
@@ -35,6 +35,21 @@ def masked_softmax(
     return weights, total, lse
 
 
+def to_rows(q: jax.Array, kv_heads: int) -> jax.Array:
+    """q [B, T, H, D] -> [B, K, R, D]: the G query heads of a KV head and the T tokens share its keys as
+    R = G*T rows of one matrix."""
+    batch, num_tokens, num_heads, head_dim = q.shape
+    grouped = q.reshape(batch, num_tokens, kv_heads, num_heads // kv_heads, head_dim)
+    return jnp.transpose(grouped, (0, 2, 3, 1, 4)).reshape(batch, kv_heads, -1, head_dim)
+
+
+def from_rows(x: jax.Array, num_tokens: int) -> jax.Array:
+    """[B, K, R, N] -> [B, T, H, N]."""
+    batch, kv_heads, _, size = x.shape
+    x = x.reshape(batch, kv_heads, -1, num_tokens, size)
+    return jnp.transpose(x, (0, 3, 1, 2, 4)).reshape(batch, num_tokens, -1, size)
+
+
 def cache_attention(
     q: jax.Array,
     k_cache: jax.Array,
@@ -47,23 +62,14 @@ def cache_attention(
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.cache_attention.cache_attention`."""
-    batch, num_tokens, num_heads, head_dim = q.shape
-    kv_heads = k_cache.shape[layout.index("K")]
-    group = num_heads // kv_heads
-    # The G query heads of a KV head and the T tokens share its keys as R = G*T rows of one matrix.
-    rows = jnp.transpose(q.reshape(batch, num_tokens, kv_heads, group, head_dim), (0, 2, 3, 1, 4))
-    rows = rows.reshape(batch, kv_heads, group * num_tokens, head_dim)
-    attend = _attend_at_once if group * num_tokens <= STEP_ROWS else _attend_by_blocks
-    row_positions = jnp.tile(positions, (1, group))  # [B, R]
+    num_tokens, kv_heads = q.shape[1], k_cache.shape[layout.index("K")]
+    rows = to_rows(q, kv_heads)
+    attend = _attend_at_once if rows.shape[2] <= STEP_ROWS else _attend_by_blocks
+    row_positions = jnp.tile(positions, (1, rows.shape[2] // num_tokens))  # [B, R]
     out, lse = attend(
         rows, k_cache, v_cache, lengths, row_positions, layout=layout, window=window, scale=scale
     )
-
-    def by_token(x: jax.Array) -> jax.Array:
-        x = x.reshape(batch, kv_heads, group, num_tokens, x.shape[-1])
-        return jnp.transpose(x, (0, 3, 1, 2, 4)).reshape(batch, num_tokens, num_heads, x.shape[-1])
-
-    return by_token(out), by_token(lse)[..., 0]
+    return from_rows(out, num_tokens), from_rows(lse, num_tokens)[..., 0]
 
 
 def _attend_at_once(

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cache_attention import cache_attention
-from pallas_kernels.cache_attention.reference import masked_softmax, matmul_precision
+from pallas_kernels.cache_attention.reference import (
+    from_rows,
+    masked_softmax,
+    matmul_precision,
+    to_rows,
+)
 from pallas_kernels.platform import Layout
 from sv_jax.config import ModelConfig
 from sv_jax.model.cache import LayerKV
@@ -26,25 +33,18 @@ def step_attention(
     Returns:
       out float32[B, T, H, D] and lse float32[B, T, H], as `cache_attention` gives them.
     """
-    batch, num_tokens, num_heads, head_dim = q.shape
-    kv_heads = k.shape[2]
-    grouped = q.reshape(batch, num_tokens, kv_heads, num_heads // kv_heads, head_dim)
-    precision = matmul_precision(k.dtype)
-    scores = jnp.einsum(
-        "btkgd,bukd->bkgtu", grouped, k, precision=precision, preferred_element_type=jnp.float32
+    num_tokens, kv_heads = k.shape[1:3]
+    rows = to_rows(q, kv_heads)  # [B, K, R, D]
+    product = partial(
+        jax.lax.dot_general, precision=matmul_precision(k.dtype), preferred_element_type=jnp.float32
     )
-    weights, total, lse = masked_softmax(scores * scale, mask[:, None, None])
-    out = jnp.einsum(
-        "bkgtu,bukd->bkgtd",
-        weights.astype(v.dtype),
-        v,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    scores = product(rows, k, (((3,), (3,)), ((0, 1), (0, 2)))) * scale  # [B, K, R, U]
+    by_head = (*scores.shape[:2], -1, num_tokens, num_tokens)
+    weights, total, lse = masked_softmax(scores.reshape(by_head), mask[:, None, None])
+    weights, total, lse = (x.reshape(*scores.shape[:3], -1) for x in (weights, total, lse))
+    out = product(weights.astype(v.dtype), v, (((3,), (1,)), ((0, 1), (0, 2))))
     out = out / jnp.where(total > 0, total, 1.0)
-    out = jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(q.shape)
-    lse = jnp.transpose(lse[..., 0], (0, 3, 1, 2)).reshape(q.shape[:3])
-    return out, lse
+    return from_rows(out, num_tokens), from_rows(lse, num_tokens)[..., 0]
 
 
 def merge_attention(parts: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
