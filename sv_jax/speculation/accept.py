@@ -73,6 +73,14 @@ def _acceptance(draft: Draft, ancestors: jax.Array, deepest: jax.Array, last: ja
     return Acceptance(tokens, num_accepted[:, 0] + 1, path)
 
 
+def residual_law(p: jax.Array, q: jax.Array) -> jax.Array:
+    """norm(max(p - q, 0)), [B, V]: the law of the token where one drawn from q was rejected for p."""
+    rest = jnp.maximum(p - q, 0.0)
+    total = jnp.sum(rest, axis=-1, keepdims=True)
+    # p = q to the last bit leaves nothing, where exact arithmetic would never have rejected.
+    return jnp.where(total > 0, rest / jnp.where(total > 0, total, 1.0), p)
+
+
 def accept_by_rejection(
     draft: Draft, logits: jax.Array, sampling: Sampling, next_positions: jax.Array
 ) -> Acceptance:
@@ -104,11 +112,7 @@ def accept_by_rejection(
         q, token = draft.probs[:, t], draft.tokens[:, t][:, None]  # type: ignore[index]
         p_token, q_token = (jnp.take_along_axis(x, token, axis=1)[:, 0] for x in (p, q))
         accepted = is_child & (coin * q_token < p_token)
-        rest = jnp.maximum(p - q, 0.0)
-        total = jnp.sum(rest, axis=-1, keepdims=True)
-        # p = q to the last bit leaves nothing, where exact arithmetic would never have rejected.
-        residual = jnp.where(total > 0, rest / jnp.where(total > 0, total, 1.0), p)
-        p = jnp.where((is_child & ~accepted)[:, None], residual, p)
+        p = jnp.where((is_child & ~accepted)[:, None], residual_law(p, q), p)
         p = jnp.where(accepted[:, None], laws[:, t], p)
         return jnp.where(accepted, t, current), p
 

@@ -94,14 +94,16 @@ def warp(logits: jax.Array, sampling: Sampling) -> jax.Array:
       top-k and top-p are kept together.
     """
     temperature = sampling.temperature[:, None, None]
-    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
+    # The best token's logit becomes 0 first: a quotient by a tiny temperature would overflow.
+    scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
+    scaled = scaled / jnp.where(temperature > 0, temperature, 1.0)
 
     def filtered(keep: jax.Array, active: jax.Array, logits: jax.Array) -> jax.Array:
         return jnp.where(keep | ~active, logits, NEVER)
 
     def top_k(scaled: jax.Array) -> jax.Array:
         limit = sampling.top_k.astype(jnp.float32)[:, None, None]
-        values = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
+        values = jnp.exp(scaled)
         return filtered(_cut(values, jnp.ones_like(values), limit), limit > 0, scaled)
 
     def top_p(scaled: jax.Array) -> jax.Array:
@@ -111,9 +113,8 @@ def warp(logits: jax.Array, sampling: Sampling) -> jax.Array:
 
     scaled = jax.lax.cond(jnp.any(sampling.top_k > 0), top_k, lambda x: x, scaled)
     scaled = jax.lax.cond(jnp.any(sampling.top_p < 1), top_p, lambda x: x, scaled)
-    relative = scaled - jnp.max(scaled, axis=-1, keepdims=True)
     min_p = sampling.min_p[:, None, None]
-    return filtered(relative >= jnp.log(min_p), min_p > 0, scaled)
+    return filtered(scaled >= jnp.log(min_p), min_p > 0, scaled)
 
 
 def target_law(logits: jax.Array, sampling: Sampling) -> jax.Array:
