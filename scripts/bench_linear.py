@@ -3,8 +3,8 @@
     python scripts/bench_linear.py
 
 Each variant streams the weights of several layers once per call; variants are interleaved, figures are
-medians in GB/s of weights read. "ours" is `sv_jax.model.layers.multiply`: weights [in, out] on the right and a
-float32 result. The last line is one JSON object.
+medians in GB/s of weights read. "ours" is `sv_jax.model.layers.multiply`: weights [in, out] on the right and
+a float32 result. The last line is one JSON object.
 """
 
 from __future__ import annotations
