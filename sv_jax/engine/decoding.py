@@ -153,7 +153,6 @@ def decode_batch(
     rows = [
         Row(
             len(prompt),
-            limit=min(request.max_new_tokens, request.max_model_len - len(prompt)),
             eos_ids=request.eos_ids,
             text=RowText(tokenizer, stop=request.stop, include_stop=request.include_stop),
         )
@@ -227,7 +226,6 @@ def _decode(
                 seconds=watch.seconds() - before,
                 compile_seconds=compiling,
                 traces=traces,
-                remaining_tokens=max((row.remaining for row in reader.rows), default=0),
             )
         )
     return state

@@ -21,9 +21,8 @@ OnText = Callable[[int, str, FinishReason | None], None]
 class Row:
     """One prompt's output so far: ids, text and how it ended."""
 
-    def __init__(self, prompt_tokens: int, *, limit: int, eos_ids: Sequence[int], text: RowText) -> None:
+    def __init__(self, prompt_tokens: int, *, eos_ids: Sequence[int], text: RowText) -> None:
         self.prompt_tokens = prompt_tokens
-        self._limit = limit  # output tokens at which the row ends
         self.token_ids: list[int] = []
         self.text = ""
         self.finish_reason: FinishReason | None = None
@@ -46,11 +45,6 @@ class Row:
                 self.finish_reason = "stop" if eos else "length"
         self.text += shown
         return shown
-
-    @property
-    def remaining(self) -> int:
-        """Tokens that may still come."""
-        return 0 if self.finish_reason is not None else self._limit - len(self.token_ids)
 
     def interrupt(self) -> None:
         """Ends the row as it is: what was held back comes out."""

@@ -7,8 +7,9 @@ whether a proposal would have been right is known without verifying it.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -22,9 +23,10 @@ WINDOW = 64  # tokens of each row that are looked back on
 SLICE_SECONDS = 0.25  # host work and streaming come that often
 FIRST_STEPS, MOST_STEPS = 4, 64
 HYSTERESIS = 0.95  # another size must promise to need less than this share of the time
-NEW_WEIGHT = 0.5  # of the newest measurement of a cost
+MEMORY = 24  # slices from which costs are estimated
 # Of a step with drafts over one without, and how it grows with the tokens verified: used until measured.
 PRIOR_RATIO, PRIOR_EXPONENT = 2.0, 0.3
+PRIOR_WEIGHT = 1.0  # in steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,6 @@ class SliceReport:
     seconds: float  # without compilation
     compile_seconds: float
     traces: Sequence[RowTrace]  # of all rows, whole; empty if nobody wants them
-    remaining_tokens: int  # of the row that may go on longest
 
     @property
     def wide_steps(self) -> int:
@@ -101,6 +102,9 @@ def _next_steps(report: SliceReport) -> int:
 class AdaptiveLength:
     """K among SIZES, or plain steps, whichever would have made the last tokens fastest.
 
+    A size whose program does not exist yet is chosen when what it would have saved so far exceeds what a
+    compilation takes: time lost either way is at most about twice the least.
+
     make_drafter: K -> Drafter. Costs are kept for as long as the object lives, by cache bucket.
     """
 
@@ -112,8 +116,9 @@ class AdaptiveLength:
         self._program = START  # the size whose program runs
         self._speculate = True
         self._steps = FIRST_STEPS
-        self._costs: dict[tuple[int, int], float] = {}  # (bucket, K) -> seconds a step; K = 0: plain
+        self._costs: dict[int, StepCosts] = {}  # by bucket
         self._met: set[tuple[int, int]] = set()  # (bucket, K) whose programs exist
+        self._missed: dict[tuple[int, int], float] = {}  # seconds that others would have saved
         self._compile_seconds = 0.0  # what a new program took
 
     def restart(self) -> None:
@@ -125,67 +130,76 @@ class AdaptiveLength:
         return SlicePlan(drafter, self._program if self._speculate else 0, self._steps)
 
     def observe(self, report: SliceReport) -> None:
-        self._measure(report)
         self._steps = _next_steps(report)
+        bucket, wide = report.bucket, report.wide_steps
+        costs = self._costs.setdefault(bucket, StepCosts())
+        self._met.add((bucket, self._program))
+        if report.compile_seconds > 0:  # the first run of a program is no measure of the later ones
+            self._compile_seconds = report.compile_seconds
+        else:
+            costs.add(self._program, wide, report.steps - wide, report.seconds)
         # Rows that have ended, too: their last tokens are as good a guess as any.
         outlooks = [outlook(trace) for trace in report.traces if len(trace.step) > 1]
-        if not outlooks:
-            return
+        if outlooks:
+            self._choose(bucket, seconds_per_token(outlooks, costs.estimate()), report)
+
+    def _choose(self, bucket: int, times: dict[int, float], report: SliceReport) -> None:
         current = self._program if self._speculate else 0
-        times = {k: self._seconds_per_token(outlooks, report.bucket, k) for k in (0, *SIZES)}
-        worth = [k for k in times if k == current or self._pays(times, current, k, report)]
-        best = min(worth, key=times.__getitem__)
+        tokens = sum(int((trace.step >= report.first_step).sum()) for trace in report.traces)
+        for k in SIZES:
+            saved = (times[current] - times[k]) * tokens
+            self._missed[bucket, k] = max(0.0, self._missed.get((bucket, k), 0.0) + saved)
+        possible = [k for k in times if k in (0, current) or self._pays(bucket, k)]
+        best = min(possible, key=times.__getitem__)
         if times[best] < HYSTERESIS * times[current]:
             self._speculate = best > 0
             self._program = best or self._program
 
-    def _measure(self, report: SliceReport) -> None:
-        if report.compile_seconds > 0:
-            self._compile_seconds = report.compile_seconds
-        self._met.add((report.bucket, self._program))
-        plain, wide = (report.bucket, 0), (report.bucket, self._program)
-        wide_steps = report.wide_steps
-        plain_steps = report.steps - wide_steps
-        if not wide_steps:
-            if plain_steps:
-                self._update(plain, report.seconds / plain_steps)
-            return
-        ratio = self._cost(*wide) / self._cost(*plain)
-        unit = report.seconds / (plain_steps + ratio * wide_steps)
-        known_plain = self._costs.get(plain, unit)
-        rest = report.seconds - known_plain * plain_steps
-        self._update(wide, max(rest / wide_steps, known_plain / 2))
-        if plain_steps:
-            self._update(plain, unit)
+    def _pays(self, bucket: int, k: int) -> bool:
+        return (bucket, k) in self._met or self._missed[bucket, k] > self._compile_seconds
 
-    def _update(self, key: tuple[int, int], seconds: float) -> None:
-        old = self._costs.get(key, seconds)
-        self._costs[key] = old + NEW_WEIGHT * (seconds - old)
 
-    def _cost(self, bucket: int, k: int) -> float:
-        """Seconds of a step, in proportion to each other where nothing was measured yet."""
-        if (bucket, k) in self._costs:
-            return self._costs[bucket, k]
-        measured = [(other, c) for (b, other), c in self._costs.items() if b == bucket]
+class StepCosts:
+    """Seconds of a plain step and of a step with K drafts, from slices that mix them: least squares.
 
-        def shape(k: int) -> float:
-            return PRIOR_RATIO * ((k + 1) / (START + 1)) ** PRIOR_EXPONENT if k else 1.0
+    What was not measured follows from what was, by the prior's proportions.
+    """
 
-        if not measured:
-            return shape(k)
-        nearest, cost = min(measured, key=lambda pair: abs(pair[0] - k))
-        return cost * shape(k) / shape(nearest)
+    def __init__(self) -> None:
+        self._slices: collections.deque[tuple[int, int, int, float]] = collections.deque(maxlen=MEMORY)
 
-    def _seconds_per_token(self, outlooks: Sequence[Outlook], bucket: int, k: int) -> float:
+    def add(self, k: int, wide_steps: int, plain_steps: int, seconds: float) -> None:
+        if wide_steps + plain_steps:
+            self._slices.append((k, wide_steps, plain_steps, seconds))
+
+    def estimate(self) -> dict[int, float]:
+        """K -> seconds of a step, 0 being a plain one; the prior's proportions if nothing was measured."""
+        columns = (0, *SIZES)
+        prior = {k: PRIOR_RATIO * ((k + 1) / (START + 1)) ** PRIOR_EXPONENT if k else 1.0 for k in columns}
+        rows: list[list[float]] = []
+        seconds: list[float] = []
+        for k, wide, plain, measured in self._slices:
+            rows.append([plain * (c == 0) + wide * (c == k) for c in columns])
+            seconds.append(measured)
+        if not rows:
+            return prior
+        for k in (0, *SIZES):  # each size against START
+            if k != START:
+                weight = PRIOR_WEIGHT / prior[k]
+                rows.append([weight * (c == k) - PRIOR_WEIGHT / prior[START] * (c == START) for c in columns])
+                seconds.append(0.0)
+        solution = np.linalg.lstsq(np.array(rows), np.array(seconds), rcond=None)[0]
+        floor = 0.1 * float(np.max(solution))
+        return {k: max(float(x), floor) for k, x in zip(columns, solution)}
+
+
+def seconds_per_token(outlooks: Sequence[Outlook], costs: Mapping[int, float]) -> dict[int, float]:
+    """K -> seconds that one of the last tokens would have taken, 0 meaning plain steps alone."""
+    times = {}
+    for k, cost in costs.items():
         tokens, wide, plain = replay(outlooks, k)
-        return (wide * self._cost(bucket, k) + plain * self._cost(bucket, 0)) / max(tokens, 1)
-
-    def _pays(self, times: dict[int, float], current: int, k: int, report: SliceReport) -> bool:
-        """Whether what a size would save exceeds the compilation that it may need first."""
-        if k == 0 or (report.bucket, k) in self._met:
-            return True
-        saved = (times[current] - times[k]) * report.remaining_tokens
-        return saved > self._compile_seconds
+        times[k] = (wide * cost + plain * costs[0]) / max(tokens, 1)
+    return times
 
 
 @dataclasses.dataclass(frozen=True)
