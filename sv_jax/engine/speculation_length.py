@@ -19,10 +19,9 @@ from sv_jax.speculation.types import Drafter
 
 SIZES = (3, 7, 15)
 START = 7
-WINDOW = 64  # tokens of each row that are looked back on
+WINDOW = 16  # tokens of each row that are looked back on: texts change, and a longer memory comes too late
 SLICE_SECONDS = 0.25  # host work and streaming come that often
 FIRST_STEPS, MOST_STEPS = 4, 64
-HYSTERESIS = 0.95  # another size must promise to need less than this share of the time
 MEMORY = 24  # slices from which costs are estimated
 # Of a step with drafts over one without, and how it grows with the tokens verified: used until measured.
 PRIOR_RATIO, PRIOR_EXPONENT = 2.0, 0.3
@@ -151,9 +150,7 @@ class AdaptiveLength:
             self._missed[bucket, k] = max(0.0, self._missed.get((bucket, k), 0.0) + saved)
         possible = [k for k in times if k in (0, current) or self._pays(bucket, k)]
         best = min(possible, key=times.__getitem__)
-        if times[best] < HYSTERESIS * times[current]:
-            self._speculate = best > 0
-            self._program = best or self._program
+        self._speculate, self._program = best > 0, best or self._program
 
     def _pays(self, bucket: int, k: int) -> bool:
         return (bucket, k) in self._met or self._missed[bucket, k] > self._compile_seconds

@@ -155,8 +155,9 @@ def rope_angles(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, j
     """cos and sin, float32[B, T, 1, D], for absolute positions int32[B, T]."""
     frequencies, magnitude = rope_frequencies(config)
     angles = positions.astype(jnp.float32)[..., None] * frequencies
-    angles = jnp.concatenate([angles, angles], axis=-1)[:, :, None, :]
-    return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
+    # XLA fuses cosines into every use of them, once per head and layer; of a concatenation it makes an array.
+    cos, sin = (f(angles[:, :, None, :]) * magnitude for f in (jnp.cos, jnp.sin))
+    return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([sin, sin], axis=-1)
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
