@@ -6,7 +6,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from sv_jax.sharding import MODEL, Sharding
 from sv_jax.speculation.types import Logprobs
@@ -15,24 +14,25 @@ from sv_jax.speculation.types import Logprobs
 def top_logits(logits: jax.Array, count: int, sharding: Sharding) -> tuple[jax.Array, jax.Array]:
     """The `count` largest logits [B, T, count] and their ids, descending.
 
-    Each device looks through its own part of the vocabulary and only the winners travel: a bare top_k would
-    gather all logits on every device.
+    Each device looks through its own rows and its own part of the vocabulary, and only the winners travel: a
+    bare top_k would gather all logits on every device, those of other rows too.
     """
-    spec = sharding.spec("batch", None, "vocab")
-    if spec[2] != MODEL or sharding.mesh.size == 1:
+    if sharding.mesh.size == 1:
         return jax.lax.top_k(logits, count)
-    shard_size = logits.shape[-1] // sharding.model_size
+    whole, spec = sharding.spec("batch", None, None), sharding.spec("batch", None, "vocab")
+    shard_size = logits.shape[-1] // (sharding.model_size if spec[2] == MODEL else 1)
     local = min(count, shard_size)
 
     @partial(jax.shard_map, mesh=sharding.mesh, in_specs=spec, out_specs=(spec, spec))
     def winners(part: jax.Array) -> tuple[jax.Array, jax.Array]:
         values, ids = jax.lax.top_k(part, local)
-        return values, ids + shard_size * jax.lax.axis_index(MODEL)
+        return values, ids + (shard_size * jax.lax.axis_index(MODEL) if spec[2] == MODEL else 0)
 
     values, ids = (sharding.constrain(x, "batch", None, None) for x in winners(logits))
-    rows = PartitionSpec(*sharding.spec("batch"))
+    if spec == whole:
+        return values, ids
 
-    @partial(jax.shard_map, mesh=sharding.mesh, in_specs=(rows, rows), out_specs=(rows, rows))
+    @partial(jax.shard_map, mesh=sharding.mesh, in_specs=(whole, whole), out_specs=(whole, whole))
     def best(values: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         values, order = jax.lax.top_k(values, count)
         return values, jnp.take_along_axis(ids, order, axis=-1)
