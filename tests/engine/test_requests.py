@@ -5,10 +5,25 @@ from __future__ import annotations
 import pytest
 
 from sv_jax.config import UserError
+from sv_jax.sampling_params import SamplingParams
 from tests.engine.tiny_directory import CONTEXT, V
 
 REFUSED = {
     "K below 0": ([[1]], {"num_speculative_tokens": -1}, r"num_speculative_tokens=-1; allowed: 0 .* or more"),
+    "K in words": ([[1]], {"num_speculative_tokens": "many"}, r"='many'; allowed: 0 .* or more, or 'auto'"),
+    "more to come than may": (
+        [[1]],
+        {"min_new_tokens": 9, "max_new_tokens": 8},
+        r"min_new_tokens=9; allowed: 0 to 8 \(max_new_tokens\)",
+    ),
+    "too many logprobs": ([[1]], {"logprobs": 21}, r"logprobs=21; allowed: 0 to 20"),
+    "one stop text": ([[1]], {"stop": "END"}, r"stop='END' is not allowed; allowed: a list of texts"),
+    "an empty stop text": ([[1]], {"stop": ["a", ""]}, r"stop='' is not allowed; .* that are not empty"),
+    "sampling of other prompts": (
+        [[1], [2]],
+        {"sampling": [SamplingParams()]},
+        r"sampling has 1 entries for 2 prompts; give one, or one per prompt",
+    ),
     "draft method": ([[1]], {"draft_method": "magic"}, r"'magic'; allowed: prompt-lookup, none"),
     "no new tokens": ([[1]], {"max_new_tokens": 0}, r"max_new_tokens=0; allowed: 1 or more"),
     "no batch": ([[1]], {"max_batch_size": 0}, r"max_batch_size=0; allowed: 1 or more"),

@@ -195,7 +195,7 @@ def test_never_far_from_the_best_size(right):
     """Whichever it is, plain steps included; sizes that have no program yet are given up for a while."""
 
     def speed(length=None):
-        runs = [simulate([text(right=right, seed=seed)], 1500, length=length) for seed in range(5)]
+        runs = [simulate([text(right=right, seed=seed)], 1500, length=length) for seed in range(2)]
         return float(np.mean([run.speed(1500) for run in runs]))
 
     best = max(1.0, *(speed(FixedLength(PromptLookup(k))) for k in SIZES))

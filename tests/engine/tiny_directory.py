@@ -33,12 +33,22 @@ def contents() -> dict[str, np.ndarray]:
     return scaled
 
 
-def write(directory: Path, *, eos: Sequence[int] = (), special: Sequence[int] = (), **changes: Any) -> Path:
-    """A directory whose words w0, w1, .. are its tokens. `special` ids have no text; `eos` ids end a row."""
+def write(
+    directory: Path,
+    *,
+    eos: Sequence[int] = (),
+    special: Sequence[int] = (),
+    words: int = V,
+    **changes: Any,
+) -> Path:
+    """A directory whose words w0, w1, .. are its tokens. `special` ids have no text; `eos` ids end a row.
+
+    words: tokens that the tokenizer has; the model goes on to V.
+    """
     tiny.save(directory, CONFIG | changes, contents())
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": list(eos)}))
-    words = tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0")
-    tokenizer = tokenizers.Tokenizer(words)
+    level = tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS[:words])}, unk_token="w0")
+    tokenizer = tokenizers.Tokenizer(level)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(WORDS[i]) for i in special])
     tokenizer.save(str(directory / "tokenizer.json"))
