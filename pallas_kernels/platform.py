@@ -1,4 +1,4 @@
-"""What each platform gets. The only place that branches on the platform's name."""
+"""What each platform gets: the cache's layout and the width of a plain step."""
 
 from __future__ import annotations
 

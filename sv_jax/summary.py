@@ -59,12 +59,13 @@ def sampling_settings(sampling: SamplingParams) -> str:
 
 
 def histogram_lines(histogram: Sequence[int]) -> list[str]:
-    """One bar per number of tokens; histogram[i] row-steps emitted i + 1."""
+    """One bar per number of tokens, up to the largest that occurred; histogram[i] row-steps emitted i + 1."""
     total, most = sum(histogram), max(histogram, default=0)
     if not total:
         return []
     lines = ["row-steps by tokens emitted:"]
-    for i, count in enumerate(histogram):
+    last = max(i for i, count in enumerate(histogram) if count)
+    for i, count in enumerate(histogram[: last + 1]):
         # A count that is not zero is visible.
         bar = "#" * math.ceil(BAR_WIDTH * count / most)
         lines.append(f"{i + 1:>11} {bar:<{BAR_WIDTH}} {count} ({100 * count / total:.0f} %)")
