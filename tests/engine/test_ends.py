@@ -106,6 +106,27 @@ def test_text_is_reported_once_and_whole(load, outputs, how, max_batch_size):
     assert listener.calls > len(prompts)
 
 
+def test_rows_that_a_stop_string_ended_cost_no_more_steps(model, outputs, monkeypatch):
+    """The device does not know of it: the host tells it before the next slice."""
+    states = []
+
+    def recorded(*arguments):
+        states.append(decoding_slice(*arguments))
+        return states[-1]
+
+    decoding_slice = decoding.decode_slice
+    monkeypatch.setattr(decoding, "decode_slice", recorded)
+    stop = [WORDS[ids[0]] for ids in outputs[:3]]
+    result = model.generate(PROMPTS, max_new_tokens=100, stop=stop, draft_method="none")
+    assert [output.finish_reason for output in result.outputs[:3]] == ["stop"] * 3
+    steps = len(result.outputs[3].token_ids) - 1
+    assert states[-1].lengths.tolist()[:3] == [len(prompt) for prompt in PROMPTS[:3]]
+    assert states[-1].lengths.tolist()[3] >= len(PROMPTS[3]) + steps
+    del states[:]
+    model.generate(PROMPTS[:3], max_new_tokens=100, stop=stop, draft_method="none")
+    assert states == []
+
+
 def stop_at(call: int, *, once: bool = False):
     """should_stop that says True at its call-th call and, unless `once`, ever after."""
     calls = 0

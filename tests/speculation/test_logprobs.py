@@ -11,8 +11,9 @@ from sv_jax.sampling_params import SamplingParams
 from sv_jax.sharding import make_sharding
 from sv_jax.speculation.logprobs import top_logits
 from tests import hlo
+from tests.drafters import run_script
 from tests.plain_decoder import logits_of
-from tests.tiny import TINY, decode, make_model, random_prompts, replace, row_counts
+from tests.tiny import TINY, decode, make_model, prefilled, random_prompts, replace, row_counts, sequences
 
 NEW, COUNT = 24, 5
 # The first row has ended with its prompt's chunk, while the longest prompt is read on; the third only pads.
@@ -42,26 +43,36 @@ def check(text, prompt_length, emitted, top, top_ids):
     assert all(len(set(ids)) == COUNT for ids in top_ids[places].tolist())
 
 
+def check_rows(texts, state):
+    arrays = [np.asarray(x) for x in (state.logprobs.emitted, state.logprobs.top, state.logprobs.top_ids)]
+    for row in (0, 1, 3):
+        assert len(texts[row]) == len(PROMPTS[row]) + COUNTS[row]
+        check(texts[row], len(PROMPTS[row]), *(array[row] for array in arrays))
+
+
+OPTIONS = {"new_tokens": COUNTS, "sampling": SAMPLING, "num_logprobs": COUNT}
+
+
 @pytest.mark.parametrize(
     ("mesh", "drafter"),
     [((1, 1), NoDraft()), ((1, 1), PromptLookup(4)), ((2, 2), PromptLookup(4))],
     ids=["1x1 plain", "1x1", "2x2"],
 )
 def test_every_emitted_token(mesh, drafter):
-    texts, state = decode(
-        *make_model(TINY, mesh),
-        drafter,
-        PROMPTS,
-        new_tokens=COUNTS,
-        sampling=SAMPLING,
-        num_logprobs=COUNT,
-    )
-    arrays = [np.asarray(x) for x in (state.logprobs.emitted, state.logprobs.top, state.logprobs.top_ids)]
-    for row in (0, 1, 3):
-        assert len(texts[row]) == len(PROMPTS[row]) + COUNTS[row]
-        check(texts[row], len(PROMPTS[row]), *(array[row] for array in arrays))
+    texts, state = decode(*make_model(TINY, mesh), drafter, PROMPTS, **OPTIONS)
+    check_rows(texts, state)
     accepted = sum(counts.accepted for counts in row_counts(state, 5))
     assert (accepted > 0) == (drafter != NoDraft())
+
+
+def test_nodes_of_a_tree():
+    """Accepted tokens are on another branch than the first in every second step."""
+    texts, _ = decode(*make_model(), NoDraft(), PROMPTS, **OPTIONS)
+    limits = [len(prompt) + count for prompt, count in zip(PROMPTS, COUNTS)]
+    state = prefilled(*make_model(), PROMPTS, limits=limits, sampling=SAMPLING, num_logprobs=COUNT)
+    state = run_script(*make_model(), state, texts, (3, 2), num_tokens=6, branches=2)
+    assert sequences(state) == texts
+    check_rows(texts, state)
 
 
 @pytest.mark.parametrize("vocab_size", [64, 10, 61])

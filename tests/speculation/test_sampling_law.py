@@ -116,11 +116,11 @@ def joint_law(params):
     return np.einsum("a,ab,abc->abc", laws[0, 0], laws[0], laws).ravel()
 
 
-def p_value(drafter, draws=DRAWS):
-    tokens, counts = emit(drafter, sampling_rows(PARAMS, draws))
+def p_value(drafter, draws=DRAWS, params=PARAMS):
+    tokens, counts = emit(drafter, sampling_rows(params, draws))
     assert len(counts) > 1, "drafts are never or always accepted: nothing is tested"
     cells = np.ravel_multi_index(tokens.T, (V,) * EMITTED)
-    return chi_square_p(np.bincount(cells, minlength=V**EMITTED), joint_law(PARAMS))
+    return chi_square_p(np.bincount(cells, minlength=V**EMITTED), joint_law(params))
 
 
 CHAINS = [(-1, 0), (-1, 0, 1), (-1, 0, 1, 2)]
@@ -140,6 +140,11 @@ DRAFTERS = {
 def test_the_law_is_that_of_plain_sampling(name):
     """Nothing that a filter removes is ever emitted, either: such counts have p = 0."""
     assert p_value(DRAFTERS[name]) > PASSES
+
+
+@pytest.mark.parametrize("law", ["full", None], ids=["drawn", "deterministic"])
+def test_all_tokens_may_come_where_nothing_is_filtered(law):
+    assert p_value(Drafter(CHAINS[0], law), params=SamplingParams(temperature=1.5)) > PASSES
 
 
 def plant(monkeypatch, function, replacement):
@@ -175,6 +180,17 @@ def test_another_order_of_filters_is_found(monkeypatch):
 )
 def test_a_draft_from_another_law_than_it_says_is_found(drafter):
     assert p_value(drafter, PLANTED_DRAWS) < FAILS
+
+
+def test_random_numbers_that_serve_two_purposes_are_found(monkeypatch):
+    """Coins and drafts from the numbers that draw the emitted token."""
+
+    def shared(sampling, positions, purpose, index=0):
+        return position_keys(sampling, positions, Purpose.TOKEN)
+
+    plant(monkeypatch, position_keys, shared)
+    monkeypatch.setattr(sys.modules[accept.__module__], "position_keys", shared)
+    assert p_value(Drafter(CHAINS[0]), PLANTED_DRAWS, SamplingParams(temperature=1.5)) < FAILS
 
 
 def test_drafts_from_the_targets_own_law_are_all_accepted():

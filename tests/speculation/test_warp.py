@@ -9,7 +9,7 @@ import pytest
 
 from sv_jax.sampling_params import SamplingParams
 from sv_jax.speculation.request import make_request
-from sv_jax.speculation.sampling import draw_tokens, target_law, warp
+from sv_jax.speculation.sampling import Purpose, draw_tokens, position_keys, target_law, warp
 from tests.speculation.plain_law import plain_law, plain_logits
 
 GRID = [
@@ -132,3 +132,15 @@ def test_draws_depend_on_seed_and_position_alone(row):
     assert draw([4], [0], [[7, 5]])[0].tolist() == [beside[0, 3], beside[0, 0]]
     others = [beside[1, 0], draw([4], [1], [[5]])[0, 0], draw([2**32 - 1], [0], [[5]])[0, 0], beside[0, 1]]
     assert beside[0, 0] not in others and len(set(others)) == len(others)
+
+
+def test_no_random_number_is_used_twice():
+    """Keys of all rows, positions, purposes and siblings differ."""
+    rows = [SamplingParams(seed=seed) for seed in (0, 1, 1, 2**32 - 1)]
+    sampling = make_request([1] * 4, [1] * 4, sampling=rows, occurrences=[0, 0, 1, 0]).sampling
+    positions = jnp.broadcast_to(jnp.arange(1000), (4, 1000))
+    keys = [
+        jax.random.key_data(position_keys(sampling, positions, purpose, index)).reshape(-1, 2)
+        for purpose, index in itertools.product(Purpose, (0, 1, 7))
+    ]
+    assert len(np.unique(np.concatenate(keys), axis=0)) == 4 * 1000 * len(keys)
