@@ -21,6 +21,14 @@ else:
     del os.environ["XLA_FLAGS"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _programs_of_one_module():
+    """Compiled programs go with their module: each maps some pieces of memory, a process may have 65,530 of
+    them, and XLA ends it with a segmentation fault when none is left."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def fake(monkeypatch):
     """Puts a fake engine into the command line; `fake.configure(...)` sets up the model that it loads."""
