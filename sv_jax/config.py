@@ -1,16 +1,40 @@
-"""What a model is: frozen, hashable descriptions that jitted programs are specialised on."""
+"""What a model is: frozen, hashable descriptions that jitted programs are specialised on; and user errors."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import Literal
+import numbers
+from collections.abc import Callable
+from typing import Any, Literal
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
+LARGEST = 2.0**127  # what float32 holds for sure; NaN and infinities are not below it
 
 
 class UserError(ValueError):
     """Bad input: the message is one line that names the value and what is allowed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The numbers that a field or an option takes."""
+
+    type: Callable[[Any], float]  # int or float
+    holds: Callable[[float], bool]
+    allowed: str
+
+    def check(self, label: str, value: Any) -> Any:
+        """`value` as an int or float. Raises UserError, which starts with `label`."""
+        # NumPy's numbers are these, too.
+        expected = numbers.Integral if self.type is int else numbers.Real
+        with contextlib.suppress(OverflowError):  # whole numbers beyond every float
+            if isinstance(value, expected) and not isinstance(value, bool):
+                number = self.type(value)
+                if abs(number) < LARGEST and self.holds(number):
+                    return number
+        raise UserError(f"{label} {value!r} is not allowed; allowed: {self.allowed}")
 
 
 @dataclasses.dataclass(frozen=True)

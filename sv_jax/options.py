@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
-from sv_jax.config import UserError
-from sv_jax.sampling_params import GREEDY, RANGES, Range, SamplingParams
+from sv_jax.config import Range, UserError
+from sv_jax.sampling_params import GREEDY, RANGES, SamplingParams
 from sv_jax.text_output import MARKS
 
 T = TypeVar("T")

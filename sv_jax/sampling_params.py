@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import numbers
-from collections.abc import Callable
-from typing import Any
 
-from sv_jax.config import UserError
+from sv_jax.config import Range
 
 SEED_LIMIT = 2**32  # seeds are one uint32 on the device
 INT_MAX = 2**31 - 1
-LARGEST = 2.0**127  # what float32 holds for sure; NaN and infinities are not below it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,26 +38,6 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether each token is the most likely one (after penalties), so that the seed plays no part."""
         return self.temperature == 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """The numbers that a field or an option takes."""
-
-    type: Callable[[Any], float]  # int or float
-    holds: Callable[[float], bool]
-    allowed: str
-
-    def check(self, label: str, value: Any) -> Any:
-        """`value` as an int or float. Raises UserError, which starts with `label`."""
-        # NumPy's numbers are these, too.
-        expected = numbers.Integral if self.type is int else numbers.Real
-        with contextlib.suppress(OverflowError):  # whole numbers beyond every float
-            if isinstance(value, expected) and not isinstance(value, bool):
-                number = self.type(value)
-                if abs(number) < LARGEST and self.holds(number):
-                    return number
-        raise UserError(f"{label} {value!r} is not allowed; allowed: {self.allowed}")
 
 
 _PENALTY = Range(float, lambda value: -2 <= value <= 2, "a number from -2 to 2")

@@ -21,6 +21,7 @@ from sv_jax.engine.text_stream import Decoder
 from sv_jax.engine.trace import count_steps
 from sv_jax.model.transformer import Params, Transformer
 from sv_jax.sampling_params import GREEDY, SamplingParams
+from sv_jax.sparsity.plan import SparsityPlan
 from sv_jax.speculation.loop import decode_slice, step_width
 from sv_jax.speculation.prefill import prefill_chunk
 from sv_jax.speculation.request import Request, make_request
@@ -69,14 +70,27 @@ def ensure_capacity(
     return grow_state(target, state, capacity=bucket)
 
 
-def start(target: Transformer, request: Request, *, capacity: int, num_logprobs: int = 0) -> SpeculationState:
+def start(
+    target: Transformer,
+    request: Request,
+    *,
+    capacity: int,
+    num_logprobs: int = 0,
+    sparsity: SparsityPlan | None = None,
+) -> SpeculationState:
     """A state on the target's mesh."""
 
     def place(x: np.ndarray) -> jax.Array:
         axes = ("batch", *[None] * (x.ndim - 1)) if x.ndim else ()
         return jax.device_put(x, target.sharding.named(*axes))
 
-    return start_state(target, jax.tree.map(place, request), capacity=capacity, num_logprobs=num_logprobs)
+    return start_state(
+        target,
+        jax.tree.map(place, request),
+        capacity=capacity,
+        num_logprobs=num_logprobs,
+        sparsity=sparsity,
+    )
 
 
 def padded_batch(rows: int, data_size: int) -> int:

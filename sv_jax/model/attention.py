@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.block_sparse_attention import block_sparse_attention
 from pallas_kernels.cache_attention import cache_attention
 from pallas_kernels.cache_attention.reference import (
     from_rows,
@@ -20,6 +24,30 @@ from sv_jax.config import ModelConfig
 from sv_jax.model.cache import LayerKV
 from sv_jax.model.layers import Linear, RMSNorm, apply_rope
 from sv_jax.sharding import Sharding
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """The blocks of cached positions that a layer reads, one set for all T tokens of the step."""
+
+    block_indices: jax.Array  # int32[B, K, N]; entries past the count are not read
+    num_blocks: jax.Array  # int32[B, K]
+    whole: jax.Array | None  # bool[]: nothing that counts is left out, read densely; None: never
+    block_size: int = dataclasses.field(metadata={"static": True})
+
+
+class BlockChooser(Protocol):
+    """Decides for each layer what it reads; plain Python at trace time."""
+
+    def __call__(
+        self, layer: int, q: jax.Array, cached: LayerKV, chosen: tuple[Selection | None, ...]
+    ) -> Selection | None:
+        """What `layer` reads; None: everything.
+
+        Args:
+          q: [B, T, H, D] after RoPE. cached: K and V of the layer. chosen: by the layers before it.
+        """
 
 
 def step_attention(
@@ -75,8 +103,10 @@ class Attention(nn.Module):
         lengths: jax.Array,
         mask: jax.Array,
         layout: Layout,
-    ) -> tuple[jax.Array, LayerKV]:
-        """x [B, T, d] -> (output [B, T, d], (keys, values) of the T tokens, [B, T, K, D] each)."""
+        choose: Callable[[jax.Array], Selection | None],
+    ) -> tuple[jax.Array, LayerKV, Selection | None]:
+        """x [B, T, d] -> output [B, T, d], (keys, values) of the T tokens, [B, T, K, D] each, and the blocks
+        that were read: those that `choose` names when it is given the queries [B, T, H, D]."""
         config = self.config
 
         def project(name: str, heads: int, axis: str) -> jax.Array:
@@ -95,10 +125,9 @@ class Attention(nn.Module):
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
 
         scale = config.head_dim**-0.5
+        selection = choose(q)
         with jax.named_scope("cache_attention"):
-            over_cache = cache_attention(
-                q, *cached, lengths, positions, layout=layout, window=self.window, scale=scale
-            )
+            over_cache = self._over_cache(q, cached, lengths, positions, layout, selection, scale)
         with jax.named_scope("step_attention"):
             if self.window is not None:
                 ahead = positions[:, :, None] - positions[:, None, :]
@@ -109,4 +138,39 @@ class Attention(nn.Module):
         output = Linear(
             config.hidden_size, ("heads", "embed"), config.attention_output_bias, self.dtype, name="output"
         )
-        return output(out), (k, v)
+        return output(out), (k, v), selection
+
+    def _over_cache(
+        self,
+        q: jax.Array,
+        cached: LayerKV,
+        lengths: jax.Array,
+        positions: jax.Array,
+        layout: Layout,
+        selection: Selection | None,
+        scale: float,
+    ) -> tuple[jax.Array, jax.Array]:
+        def dense() -> tuple[jax.Array, jax.Array]:
+            return cache_attention(
+                q, *cached, lengths, positions, layout=layout, window=self.window, scale=scale
+            )
+
+        def sparse(selection: Selection) -> tuple[jax.Array, jax.Array]:
+            return block_sparse_attention(
+                q,
+                *cached,
+                selection.block_indices,
+                selection.num_blocks,
+                lengths,
+                block_size=selection.block_size,
+                layout=layout,
+                window=self.window,
+                positions=positions,
+                scale=scale,
+            )
+
+        if selection is None:
+            return dense()
+        if selection.whole is None:
+            return sparse(selection)
+        return jax.lax.cond(selection.whole, dense, partial(sparse, selection))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -10,13 +11,21 @@ import jax.numpy as jnp
 
 from pallas_kernels.platform import cache_layout
 from sv_jax.config import ModelConfig
-from sv_jax.model.attention import Attention
+from sv_jax.model.attention import Attention, BlockChooser, Selection
 from sv_jax.model.cache import KVCache, LayerKV, cache_shape
 from sv_jax.model.ffn import FeedForward
 from sv_jax.model.layers import Embedding, Linear, RMSNorm, rope_angles
 from sv_jax.sharding import Sharding
 
 Params = dict[str, Any]
+
+
+class Pass(NamedTuple):
+    """What one forward pass over T new tokens gives."""
+
+    hidden: jax.Array  # [B, T, d] after the final norm
+    new_kv: tuple[LayerKV, ...]  # per layer (keys, values) of the T tokens, [B, T, K, D]
+    chosen: tuple[Selection | None, ...]  # per layer, the blocks of the cache that were read; None: all
 
 
 class Block(nn.Module):
@@ -34,13 +43,15 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(epsilon, self.dtype)
         self.ffn = FeedForward(self.config, self.dtype)
 
-    def __call__(self, x: jax.Array, *attention_arguments: Any) -> tuple[jax.Array, LayerKV]:
+    def __call__(
+        self, x: jax.Array, *attention_arguments: Any
+    ) -> tuple[jax.Array, LayerKV, Selection | None]:
         with jax.named_scope("attention"):
-            attended, new_kv = self.attention(self.attention_norm(x), *attention_arguments)
+            attended, new_kv, selection = self.attention(self.attention_norm(x), *attention_arguments)
             x = self.sharding.constrain(x + attended, "batch", None, None)
         with jax.named_scope("ffn"):
             x = self.sharding.constrain(x + self.ffn(self.ffn_norm(x)), "batch", None, None)
-        return x, new_kv
+        return x, new_kv, selection
 
 
 class Transformer(nn.Module):
@@ -68,26 +79,40 @@ class Transformer(nn.Module):
             )
 
     def __call__(
-        self, tokens: jax.Array, positions: jax.Array, cache: KVCache, lengths: jax.Array, mask: jax.Array
-    ) -> tuple[jax.Array, tuple[LayerKV, ...]]:
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        cache: KVCache,
+        lengths: jax.Array,
+        mask: jax.Array,
+        choose: BlockChooser | None = None,
+    ) -> Pass:
         """Runs T new tokens per row behind a committed prefix.
 
         Args:
           tokens: int32[B, T]. positions: int32[B, T], absolute. cache, lengths: the committed prefix.
           mask: bool[B, T, T], True where new token t sees new token u (itself included).
+          choose: which blocks of the cache each layer reads; None: every layer reads everything.
 
-        Returns:
-          hidden [B, T, d] after the final norm, and per layer the (keys, values) of the T tokens. The
-          cache is read only; committing is the caller's.
+        The cache is read only; committing is the caller's.
         """
         x = self.sharding.constrain(self.embedding(tokens), "batch", None, None)
         rope = rope_angles(self.config, positions)
-        new_kv = []
+        new_kv: list[LayerKV] = []
+        chosen: list[Selection | None] = []
+
+        def choose_for(layer: int, cached: LayerKV, q: jax.Array) -> Selection | None:
+            return None if choose is None else choose(layer, q, cached, tuple(chosen))
+
         for i, block in enumerate(self.layers):
             cached = (cache.keys[i], cache.values[i])
-            x, layer_kv = block(x, rope, positions, cached, lengths, mask, cache.layout)
+            choose_here = partial(choose_for, i, cached)
+            x, layer_kv, selection = block(
+                x, rope, positions, cached, lengths, mask, cache.layout, choose_here
+            )
             new_kv.append(layer_kv)
-        return self.final_norm(x), tuple(new_kv)
+            chosen.append(selection)
+        return Pass(self.final_norm(x), tuple(new_kv), tuple(chosen))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32[..., V] of hidden [..., d]."""
@@ -98,7 +123,7 @@ class Transformer(nn.Module):
 
     def run_all(self, *arguments: Any) -> jax.Array:
         """Forward and logits in one, so that `init` meets every parameter."""
-        return self.logits(self(*arguments)[0])
+        return self.logits(self(*arguments).hidden)
 
 
 def forward(
@@ -109,9 +134,10 @@ def forward(
     cache: KVCache,
     lengths: jax.Array,
     mask: jax.Array,
-) -> tuple[jax.Array, tuple[LayerKV, ...]]:
+    choose: BlockChooser | None = None,
+) -> Pass:
     """`Transformer.__call__` as a pure function of parameters."""
-    return cast(Any, target.apply({"params": params}, tokens, positions, cache, lengths, mask))
+    return cast(Any, target.apply({"params": params}, tokens, positions, cache, lengths, mask, choose))
 
 
 def compute_logits(target: Transformer, params: Params, hidden: jax.Array) -> jax.Array:

@@ -21,7 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sv_jax.model.cache import LayerKV
+from sv_jax.model.cache import KVCache, LayerKV
+from sv_jax.sparsity.summaries import BlockSummaries, update_summaries
 from sv_jax.speculation.types import Acceptance, Draft, Logprobs, SpeculationState, Trace
 
 
@@ -73,7 +74,13 @@ def gather_path(new_kv: tuple[LayerKV, ...], path: jax.Array) -> tuple[LayerKV, 
     )
 
 
-def _trace(state: SpeculationState, draft: Draft, verified: Draft, acceptance: Acceptance) -> Trace:
+def _trace(
+    state: SpeculationState,
+    draft: Draft,
+    verified: Draft,
+    acceptance: Acceptance,
+    reads: jax.Array | None,
+) -> Trace:
     """The trace of a step's tokens, [B, T]."""
     shape = acceptance.tokens.shape
     slots = jnp.arange(shape[1], dtype=jnp.int32)
@@ -86,7 +93,17 @@ def _trace(state: SpeculationState, draft: Draft, verified: Draft, acceptance: A
         drafted=jnp.broadcast_to(verified.num_drafted[:, None], shape),
         proposed=jnp.broadcast_to(draft.num_drafted[:, None], shape),
         foreseen=is_draft | seen,
+        kv_blocks=jnp.broadcast_to(jnp.zeros_like(state.lengths) if reads is None else reads, shape[::-1]).T,
     )
+
+
+def refresh_summaries(
+    state: SpeculationState, cache: KVCache, lengths: jax.Array, num_tokens: int
+) -> BlockSummaries | None:
+    """Block summaries after `num_tokens` slots were written, of which those before `lengths` stay."""
+    if state.summaries is None:
+        return None
+    return update_summaries(state.summaries, cache, state.lengths, lengths, num_tokens)
 
 
 def record(old: Any, new: Any, starts: jax.Array) -> Any:
@@ -100,6 +117,7 @@ def commit(
     verified: Draft,
     new_kv: tuple[LayerKV, ...],
     acceptance: Acceptance,
+    reads: jax.Array | None = None,
     logprobs: Logprobs | None = None,
 ) -> SpeculationState:
     """lengths += what was emitted; a finished row emits 0, an EOS token or the limit truncates.
@@ -108,6 +126,7 @@ def commit(
 
     Args:
       draft: as proposed. verified: what was left of it to verify.
+      reads: int32[B], KV blocks that verification read; None: it was dense.
       logprobs: of the emitted tokens, [B, T, ..]; None where the state keeps none.
     """
     with jax.named_scope("commit"):
@@ -116,13 +135,16 @@ def commit(
         kept, ended = cut_at_ends(acceptance.tokens, emitted, room, state.eos_ids)
         kept = jnp.where(state.finished, 0, kept)
         starts = behind_tokens(state.lengths, acceptance.tokens)
+        cache = state.cache.write(gather_path(new_kv, acceptance.path), starts)
+        lengths = state.lengths + kept
         return dataclasses.replace(
             state,
-            cache=state.cache.write(gather_path(new_kv, acceptance.path), starts),
+            cache=cache,
+            summaries=refresh_summaries(state, cache, lengths, acceptance.tokens.shape[1]),
             tokens=append_tokens(state.tokens, acceptance.tokens, state.lengths + 1),
-            trace=record(state.trace, _trace(state, draft, verified, acceptance), state.lengths + 1),
+            trace=record(state.trace, _trace(state, draft, verified, acceptance, reads), state.lengths + 1),
             logprobs=record(state.logprobs, logprobs, state.lengths + 1),
-            lengths=state.lengths + kept,
+            lengths=lengths,
             finished=state.finished | ended,
             steps=state.steps + 1,
         )

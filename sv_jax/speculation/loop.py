@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from pallas_kernels.platform import plain_step_tokens
 from sv_jax.model.cache import LayerKV
 from sv_jax.model.transformer import Params, Transformer
+from sv_jax.sparsity.plan import SparsityPlan
+from sv_jax.sparsity.selection import make_chooser
 from sv_jax.speculation.accept import accept
 from sv_jax.speculation.commit import commit
 from sv_jax.speculation.logprobs import emitted_logprobs
@@ -57,6 +59,7 @@ def step(
     drafter: Drafter,
     state: SpeculationState,
     max_drafted: int | jax.Array | None = None,
+    sparsity: SparsityPlan | None = None,
 ) -> SpeculationState:
     """One step of every row. Where no row has a draft it costs what a plain decode step does.
 
@@ -65,6 +68,7 @@ def step(
     Args:
       max_drafted: deepest nodes that are verified, None for all that the drafter proposes; 0 makes a plain
         step. May be traced.
+      sparsity: what verification leaves out (lossy); None: nothing. The state was started with the same plan.
     """
     with jax.named_scope("propose"):
         # A row with room for m tokens can use m - 1 drafted ones; a finished row none.
@@ -75,8 +79,8 @@ def step(
     plain_width, width = _plain_width(target, batch), step_width(target, num_nodes - 1, batch)
     proposed, draft = _widen_draft(proposed, width), _widen_draft(draft, width)
 
-    def run(nodes: int) -> tuple[Acceptance, tuple[LayerKV, ...], Logprobs | None]:
-        results = verify_and_accept(target, params, state, _narrow(draft, nodes))
+    def run(nodes: int) -> StepResults:
+        results = verify_and_accept(target, params, state, _narrow(draft, nodes), sparsity)
         return jax.tree.map(lambda x: x if x.ndim == 1 else _widen(x, width), results)
 
     if num_nodes > 1 and width > plain_width:
@@ -84,15 +88,35 @@ def step(
         results = jax.lax.cond(jnp.any(draft.num_drafted > 0), lambda: run(width), lambda: run(plain_width))
     else:
         results = run(width)
-    acceptance, new_kv, logprobs = results
-    return commit(state, proposed, draft, new_kv, acceptance, logprobs)
+    acceptance, new_kv, reads, logprobs = results
+    return commit(state, proposed, draft, new_kv, acceptance, reads, logprobs)
+
+
+StepResults = tuple[Acceptance, tuple[LayerKV, ...], jax.Array | None, Logprobs | None]
 
 
 def verify_and_accept(
-    target: Transformer, params: Params, state: SpeculationState, draft: Draft
-) -> tuple[Acceptance, tuple[LayerKV, ...], Logprobs | None]:
-    """What a step emits, the K/V of its nodes, and log-probabilities where the state keeps them."""
-    verification = verify(target, params, state.cache, state.lengths, draft)
+    target: Transformer,
+    params: Params,
+    state: SpeculationState,
+    draft: Draft,
+    sparsity: SparsityPlan | None = None,
+) -> StepResults:
+    """What a step emits, the K/V of its nodes, KV blocks read, and log-probabilities where the state keeps
+    them."""
+    choose = None
+    if sparsity is not None:
+        if state.summaries is None:
+            raise ValueError("the state has no block summaries; start_state needs the same sparsity plan")
+        choose = make_chooser(
+            sparsity.attention,
+            state.summaries,
+            state.lengths,
+            ~state.finished,
+            model=target.config,
+            sharding=target.sharding,
+        )
+    verification = verify(target, params, state.cache, state.lengths, draft, choose)
     ancestors = ancestor_mask(draft.parents)
     following = state.lengths[:, None] + node_depths(ancestors) + 1
     logits = process_logits(verification.logits, state, draft.tokens, ancestors, following)
@@ -102,7 +126,7 @@ def verify_and_accept(
         count = state.logprobs.top.shape[-1]
         emitted = acceptance.tokens, acceptance.path
         logprobs = emitted_logprobs(verification.logits, *emitted, count, target.sharding)
-    return acceptance, verification.new_kv, logprobs
+    return acceptance, verification.new_kv, verification.reads, logprobs
 
 
 def has_room(state: SpeculationState, width: int) -> jax.Array:
@@ -118,6 +142,7 @@ def decode_slice(
     state: SpeculationState,
     max_steps: jax.Array,
     max_drafted: jax.Array | None = None,
+    sparsity: SparsityPlan | None = None,
 ) -> SpeculationState:
     """Up to `max_steps` steps on the device; ends earlier when all rows have, or when the bucket is full.
 
@@ -126,6 +151,7 @@ def decode_slice(
       state: donated. Prompts are prefilled.
       max_steps: int32[], traced: changing it does not recompile.
       max_drafted: int32[], traced; see `step`.
+      sparsity: see `step`. Its budgets are traced, too.
 
     Returns:
       The state after the slice. If rows are unfinished and `max_steps` was not reached, the bucket is full:
@@ -139,7 +165,9 @@ def decode_slice(
 
     def body(carry: tuple[jax.Array, SpeculationState]) -> tuple[jax.Array, SpeculationState]:
         done_steps, state = carry
-        return done_steps + 1, constrain_state(target, step(target, params, drafter, state, max_drafted))
+        return done_steps + 1, constrain_state(
+            target, step(target, params, drafter, state, max_drafted, sparsity)
+        )
 
     _, state = jax.lax.while_loop(proceed, body, (jnp.zeros((), jnp.int32), state))
     return constrain_state(target, state)

@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from sv_jax.model.transformer import Params, Transformer, compute_logits, forward
-from sv_jax.speculation.commit import append_tokens, behind_tokens, cut_at_ends, record
+from sv_jax.speculation.commit import (
+    append_tokens,
+    behind_tokens,
+    cut_at_ends,
+    record,
+    refresh_summaries,
+)
 from sv_jax.speculation.logprobs import emitted_logprobs
 from sv_jax.speculation.penalties import process_logits
 from sv_jax.speculation.sampling import draw_tokens
@@ -62,7 +68,7 @@ def prefill_chunk(
         slots = jnp.arange(chunk_size, dtype=jnp.int32)
         positions = state.lengths[:, None] + slots
         causal = jnp.broadcast_to(slots[:, None] >= slots, (batch, chunk_size, chunk_size))
-        hidden, new_kv = forward(target, params, tokens, positions, state.cache, state.lengths, causal)
+        hidden, new_kv, _ = forward(target, params, tokens, positions, state.cache, state.lengths, causal)
         remaining = state.prompt_lengths - state.lengths
         fed = jnp.minimum(remaining, chunk_size)
         completed = (remaining > 0) & (fed == remaining)
@@ -88,11 +94,13 @@ def prefill_chunk(
         _, ended = cut_at_ends(
             first, completed.astype(jnp.int32), state.limits - state.prompt_lengths, state.eos_ids
         )
+        cache = state.cache.write(new_kv, behind_tokens(state.lengths, first))
         return constrain_state(
             target,
             dataclasses.replace(
                 state,
-                cache=state.cache.write(new_kv, behind_tokens(state.lengths, first)),
+                cache=cache,
+                summaries=refresh_summaries(state, cache, lengths, chunk_size),
                 tokens=history,
                 logprobs=logprobs,
                 lengths=lengths,

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from pallas_kernels.platform import cache_layout
 from sv_jax.model.cache import KVCache, cache_axes, cache_shape
 from sv_jax.model.transformer import Transformer
+from sv_jax.sparsity.plan import SparsityPlan
+from sv_jax.sparsity.summaries import SUMMARY_AXES, start_summaries
 from sv_jax.speculation.request import Request
 from sv_jax.speculation.types import Logprobs, SpeculationState, Trace
 
@@ -27,6 +29,8 @@ def state_axes(state: SpeculationState) -> Any:
         field = path[0].name
         if field == "cache":
             return layer
+        if field == "summaries":
+            return SUMMARY_AXES
         return () if field in _WHOLE else ("batch", *[None] * (leaf.ndim - 1))
 
     return jax.tree_util.tree_map_with_path(axes, state)
@@ -46,19 +50,26 @@ def grow_state(target: Transformer, state: SpeculationState, *, capacity: int) -
         return jnp.pad(x, [(0, 0), (0, extra)] + [(0, 0)] * (x.ndim - 2))
 
     by_position = {name: jax.tree.map(pad, getattr(state, name)) for name in ("tokens", "trace", "logprobs")}
-    grown = dataclasses.replace(state, cache=state.cache.grow(capacity), **by_position)
+    summaries = None if state.summaries is None else state.summaries.grow(capacity)
+    grown = dataclasses.replace(state, cache=state.cache.grow(capacity), summaries=summaries, **by_position)
     return constrain_state(target, grown)
 
 
 @partial(jax.jit, static_argnames=("target", "capacity", "num_logprobs"))
 def start_state(
-    target: Transformer, request: Request, *, capacity: int, num_logprobs: int = 0
+    target: Transformer,
+    request: Request,
+    *,
+    capacity: int,
+    num_logprobs: int = 0,
+    sparsity: SparsityPlan | None = None,
 ) -> SpeculationState:
     """A state in which nothing is committed yet.
 
     Args:
       capacity: cache slots per row. Bytes: 2 * layers * B * KV heads * capacity * head_dim * itemsize.
       num_logprobs: alternatives whose log-probabilities are kept for each token; 0 keeps none at all.
+      sparsity: the plan of slices that will verify sparsely, which need summaries of the cache.
     """
     batch = request.prompt_lengths.shape[0]
     layout = cache_layout(target.sharding.platform)
@@ -70,17 +81,21 @@ def start_state(
     def by_position(dtype: Any, *more: int) -> jax.Array:
         return jnp.zeros((batch, capacity + 1, *more), dtype)
 
-    step, drafted, proposed = (by_position(jnp.int32) for _ in range(3))
+    step, drafted, proposed, kv_blocks = (by_position(jnp.int32) for _ in range(4))
+    summaries = None
+    if sparsity is not None:
+        summaries = start_summaries(sparsity.attention, target.config, batch, capacity)
     logprobs = None
     if num_logprobs:
         alternatives = [by_position(dtype, num_logprobs) for dtype in (jnp.float32, jnp.int32)]
         logprobs = Logprobs(by_position(jnp.float32), *alternatives)
     state = SpeculationState(
         cache=KVCache(layers(), layers(), layout),
+        summaries=summaries,
         tokens=by_position(jnp.int32),
         lengths=jnp.zeros((batch,), jnp.int32),
         finished=request.prompt_lengths == 0,
-        trace=Trace(step, drafted, proposed, foreseen=by_position(bool)),
+        trace=Trace(step, drafted, proposed, by_position(bool), kv_blocks),
         logprobs=logprobs,
         steps=jnp.zeros((), jnp.int32),
         **{field.name: getattr(request, field.name) for field in dataclasses.fields(request)},

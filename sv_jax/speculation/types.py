@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from sv_jax.model.cache import KVCache, LayerKV
+from sv_jax.sparsity.summaries import BlockSummaries
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +39,7 @@ class Verification:
 
     logits: jax.Array  # float32[B, T, V]: the law of the token that follows node t
     new_kv: tuple[LayerKV, ...]  # per layer (keys, values), [B, T, K, D]; not in the cache yet
+    reads: jax.Array | None  # int32[B]: KV blocks read, over layers and KV heads; None: dense
 
 
 @jax.tree_util.register_dataclass
@@ -63,6 +65,8 @@ class Trace:
     proposed: jax.Array  # int32[B, N]: tokens that the drafter had proposed, verified or not
     # bool[B, N]: an accepted draft; in a step that verified nothing, a proposal that would have been right.
     foreseen: jax.Array
+    # int32[B, N]: KV blocks that the step read for the row, over layers and KV heads; 0: it was dense.
+    kv_blocks: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -102,6 +106,7 @@ class SpeculationState:
     """
 
     cache: KVCache
+    summaries: BlockSummaries | None  # of the cache's blocks; None: verification is dense
     tokens: jax.Array  # int32[B, N], N = capacity + 1: prompt, output, then leftovers
     lengths: jax.Array  # int32[B]: committed tokens
     prompt_lengths: jax.Array  # int32[B]; 0 marks a row that only pads the batch

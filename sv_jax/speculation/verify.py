@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import jax
 
+from sv_jax.model.attention import BlockChooser
 from sv_jax.model.cache import KVCache
 from sv_jax.model.transformer import Params, Transformer, compute_logits, forward
+from sv_jax.sparsity.selection import blocks_read
 from sv_jax.speculation.tree import ancestor_mask, node_depths
 from sv_jax.speculation.types import Draft, Verification
 
 
 def verify(
-    target: Transformer, params: Params, cache: KVCache, lengths: jax.Array, draft: Draft
+    target: Transformer,
+    params: Params,
+    cache: KVCache,
+    lengths: jax.Array,
+    draft: Draft,
+    choose: BlockChooser | None = None,
 ) -> Verification:
     """Logits for every node of the draft, over the committed cache and its own ancestors.
 
     Args:
       cache, lengths: the committed prefix; int32[B]. The root sits at position lengths[b].
       draft: T nodes per row.
+      choose: which blocks of the cache each layer reads (`sparsity.selection.make_chooser`): lossy, unless it
+        chooses all of them. None: dense.
 
     Returns:
       Verification with logits float32[B, T, V]; the nodes' K/V is returned, not written.
@@ -25,6 +34,9 @@ def verify(
     with jax.named_scope("verify"):
         ancestors = ancestor_mask(draft.parents)
         positions = lengths[:, None] + node_depths(ancestors)
-        hidden, new_kv = forward(target, params, draft.tokens, positions, cache, lengths, ancestors)
-        logits = compute_logits(target, params, hidden)
-        return Verification(target.sharding.constrain(logits, "batch", None, "vocab"), new_kv)
+        hidden, new_kv, chosen = forward(
+            target, params, draft.tokens, positions, cache, lengths, ancestors, choose
+        )
+        logits = target.sharding.constrain(compute_logits(target, params, hidden), "batch", None, "vocab")
+        reads = blocks_read(chosen, lengths, target.config.num_kv_heads)
+        return Verification(logits, new_kv, reads)

@@ -1,0 +1,164 @@
+"""Which blocks of the cache a step reads: scores, budgets, and the choice by layer (SA, SA*)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from sv_jax.config import ModelConfig
+from sv_jax.model.attention import BlockChooser, Selection
+from sv_jax.model.cache import LayerKV
+from sv_jax.sharding import Sharding
+from sv_jax.sparsity.plan import AttentionPlan
+from sv_jax.sparsity.summaries import BlockSummaries, LayerSummary
+
+LAST = jnp.iinfo(jnp.int32).max  # index of an entry past the count: no block, and sorted last
+
+
+def budget_tokens(lengths: jax.Array, l0: jax.Array, rho: jax.Array) -> jax.Array:
+    """int32[B]: tokens that a KV head reads of L committed ones, the paper's piecewise budget.
+
+    L while L <= l0, floor((L - l0) * rho + l0) above.
+    """
+    beyond = jnp.maximum(lengths - l0, 0)
+    return jnp.minimum(lengths, l0) + jnp.floor(beyond.astype(jnp.float32) * rho).astype(jnp.int32)
+
+
+def count_blocks(lengths: jax.Array, block_size: int) -> jax.Array:
+    """int32[B]: blocks that hold a committed token."""
+    return (lengths + block_size - 1) // block_size
+
+
+def score_blocks(score: str, q: jax.Array, summary: LayerSummary) -> jax.Array:
+    """How much attention the root would pay to each block, up to a monotone function.
+
+    Args:
+      score: "mean": q0 . mean key, the paper's s[h, b] = (1/B) sum q0 . k. "bound": Quest's upper bound
+        sum_i max(q0_i * low_i, q0_i * high_i) of q0 . k over the block.
+      q: [B, T, H, D] after RoPE; token 0 is the root.
+      summary: see `summaries.STATISTICS`.
+
+    Returns:
+      float32[B, K, S / block_size], averaged over the G query heads of a KV head.
+    """
+    some = next(iter(summary.values()))
+    batch, kv_heads, _, head_dim = some.shape
+    root = q[:, 0].astype(jnp.float32).reshape(batch, kv_heads, -1, head_dim)
+    product = partial(jnp.einsum, "bkd,bknd->bkn", precision=jax.lax.Precision.HIGHEST)
+    if score == "mean":  # an average of scores is the score of the averaged query
+        return product(jnp.mean(root, axis=2), summary["mean"])
+    assert score == "bound", score
+    above, below = (jnp.mean(clip(root, 0.0), axis=2) for clip in (jnp.maximum, jnp.minimum))
+    return product(above, summary["high"]) + product(below, summary["low"])
+
+
+def select_blocks(
+    scores: jax.Array,
+    first: jax.Array,
+    held: jax.Array,
+    budget: jax.Array,
+    *,
+    most: int,
+    sink_blocks: int,
+    local_blocks: int,
+    sharding: Sharding | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The best blocks within a budget; sink and local blocks first of all.
+
+    Args:
+      scores: float32[B, K, M], M blocks of the cache.
+      first, held: int32[B]; blocks first[b] .. held[b] - 1 can be read at all.
+      budget: int32[B], blocks a KV head; sink and local blocks are counted inside, and are its least.
+      most: N, at least every budget.
+      sharding: of the batch and the KV heads; None: on one device.
+
+    Returns:
+      block_indices int32[B, K, N] ascending, num_blocks int32[B, K].
+    """
+    total = scores.shape[2]
+    block = jnp.arange(total, dtype=jnp.int32)
+    first, held, budget = (x[:, None, None] for x in (first, held, budget))
+    forced = (block < first + sink_blocks) | (block >= held - local_blocks)
+    readable = (block >= first) & (block < held)
+    ranked = jnp.where(readable, jnp.where(forced, jnp.inf, scores), -jnp.inf)
+    available = jnp.maximum(held - first, 0)
+    count = jnp.clip(jnp.maximum(budget, sink_blocks + local_blocks), 0, jnp.minimum(available, most))
+
+    def best(ranked: jax.Array, count: jax.Array) -> jax.Array:
+        _, order = jax.lax.top_k(ranked, most)
+        entry = jnp.arange(most, dtype=jnp.int32)
+        return jnp.sort(jnp.where(entry < count, order.astype(jnp.int32), LAST), axis=-1)
+
+    if sharding is not None and sharding.mesh.size > 1:  # a bare top_k would gather the scores
+        specs = sharding.spec("batch", "kv_heads", None), sharding.spec("batch", None, None)
+        best = jax.shard_map(best, mesh=sharding.mesh, in_specs=specs, out_specs=specs[0])
+    indices = best(ranked, count)
+    return indices, jnp.broadcast_to(count[:, :, 0], scores.shape[:2])
+
+
+def make_chooser(
+    plan: AttentionPlan,
+    summaries: BlockSummaries,
+    lengths: jax.Array,
+    live: jax.Array,
+    *,
+    model: ModelConfig,
+    sharding: Sharding,
+) -> BlockChooser:
+    """The choice of a step by the plan: anchors score and select, other layers take their anchor's set.
+
+    Args:
+      lengths: int32[B], committed tokens. live: bool[B], rows whose output counts.
+    """
+    size = plan.block_size
+    held = count_blocks(lengths, size)
+    budget = count_blocks(budget_tokens(lengths, plan.l0, plan.rho), size)
+    whole = jnp.all(~live | (lengths <= plan.l0)) if plan.most_l0 else None
+
+    def choose(
+        layer: int, q: jax.Array, cached: LayerKV, chosen: tuple[Selection | None, ...]
+    ) -> Selection | None:
+        anchor = plan.anchor_of[layer]
+        if anchor is None:
+            return None
+        if anchor != layer:
+            return chosen[anchor]
+        with jax.named_scope("select"):
+            summary = summaries.layers[layer]
+            assert summary is not None
+            scores = score_blocks(plan.score, q, summary)
+            window = model.sliding_window(layer)
+            first = (
+                jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window + 1, 0) // size
+            )
+            indices, counts = select_blocks(
+                scores,
+                first,
+                held,
+                budget,
+                most=plan.most_blocks(scores.shape[2] * size),
+                sink_blocks=plan.sink_blocks,
+                local_blocks=plan.local_blocks,
+                sharding=sharding,
+            )
+            return Selection(indices, counts, whole, size)
+
+    return choose
+
+
+def blocks_read(chosen: tuple[Selection | None, ...], lengths: jax.Array, kv_heads: int) -> jax.Array | None:
+    """int32[B]: KV blocks that a step read, over layers and KV heads, a dense layer's in full.
+
+    None where every layer was dense.
+    """
+    sizes = {selection.block_size for selection in chosen if selection is not None}
+    if not sizes:
+        return None
+    (size,) = sizes
+    held = count_blocks(lengths, size)
+    total = jnp.zeros_like(lengths)
+    for selection in chosen:
+        total += held * kv_heads if selection is None else jnp.sum(selection.num_blocks, axis=1)
+    return total

@@ -1,0 +1,112 @@
+"""Summaries of the cache's blocks, which scores are computed from.
+
+Recomputed from K for the blocks that a commit touches, never updated in place: nothing to get wrong when
+drafts are rejected.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from sv_jax.config import ModelConfig
+from sv_jax.model.cache import KVCache
+from sv_jax.sparsity.plan import AttentionPlan
+
+# What each score reads of a block.
+STATISTICS: Mapping[str, tuple[str, ...]] = {"mean": ("mean",), "bound": ("low", "high")}
+SUMMARY_AXES = ("batch", "kv_heads", None, None)
+
+LayerSummary = dict[str, jax.Array]
+"""Statistic -> float32[B, K, S / block_size, D], over a block's committed keys; 0 where it has none."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockSummaries:
+    """Of every layer that selects; None for the others."""
+
+    layers: tuple[LayerSummary | None, ...]
+    block_size: int = dataclasses.field(metadata={"static": True})
+
+    def grow(self, capacity: int) -> BlockSummaries:
+        """The same contents for a cache of `capacity` positions."""
+
+        def pad(x: jax.Array) -> jax.Array:
+            return jnp.pad(x, [(0, 0), (0, 0), (0, capacity // self.block_size - x.shape[2]), (0, 0)])
+
+        return jax.tree.map(pad, self)
+
+
+def start_summaries(plan: AttentionPlan, model: ModelConfig, batch: int, capacity: int) -> BlockSummaries:
+    """Of an empty cache."""
+    shape = (batch, model.num_kv_heads, capacity // plan.block_size, model.head_dim)
+
+    def layer(index: int) -> LayerSummary | None:
+        if index not in plan.anchors:
+            return None
+        return {name: jnp.zeros(shape, jnp.float32) for name in STATISTICS[plan.score]}
+
+    return BlockSummaries(tuple(layer(i) for i in range(model.num_layers)), plan.block_size)
+
+
+def summarise(keys: jax.Array, alive: jax.Array, names: tuple[str, ...]) -> LayerSummary:
+    """Statistics over blocks of keys.
+
+    Args:
+      keys: [K, M, block_size, D]. alive: bool[M, block_size].
+
+    Returns:
+      float32[K, M, D] each. Dead keys, which may be anything, play no part.
+    """
+    keys, mask = keys.astype(jnp.float32), alive[None, :, :, None]
+    some = jnp.any(mask, axis=2)
+
+    def extreme(reduce: object, fill: float) -> jax.Array:
+        return jnp.where(some, reduce(jnp.where(mask, keys, fill), axis=2), 0.0)  # type: ignore[operator]
+
+    def compute(name: str) -> jax.Array:
+        if name == "low":
+            return extreme(jnp.min, jnp.inf)
+        if name == "high":
+            return extreme(jnp.max, -jnp.inf)
+        assert name == "mean", name
+        count = jnp.maximum(jnp.sum(mask, axis=2), 1)
+        return jnp.sum(jnp.where(mask, keys, 0.0), axis=2) / count
+
+    return {name: compute(name) for name in names}
+
+
+def update_summaries(
+    summaries: BlockSummaries, cache: KVCache, before: jax.Array, after: jax.Array, num_tokens: int
+) -> BlockSummaries:
+    """Summaries after a commit.
+
+    Args:
+      cache: as the commit left it. before, after: int32[B], its lengths around the commit, which wrote
+        num_tokens slots from before[b] on; what lies behind after[b] does not exist.
+    """
+    size, layout = summaries.block_size, cache.layout
+    total = cache.capacity // size
+    touched = min((num_tokens + size - 2) // size + 1, total)
+    # At the end of the cache the span begins earlier: those blocks get the same values once more.
+    first = jnp.minimum(before // size, total - touched)
+
+    def row(keys: jax.Array, old: LayerSummary, first: jax.Array, length: jax.Array) -> LayerSummary:
+        position_axis = layout.index("S") - 1
+        span = jax.lax.dynamic_slice_in_dim(keys, first * size, touched * size, position_axis)
+        span = jnp.moveaxis(span, position_axis, 1)  # [K, touched * size, D]
+        span = span.reshape(span.shape[0], touched, size, span.shape[-1])
+        slots = first * size + jnp.arange(touched * size, dtype=jnp.int32)
+        new = summarise(span, (slots < length).reshape(touched, size), tuple(old))
+        return {name: jax.lax.dynamic_update_slice(old[name], new[name], (0, first, 0)) for name in old}
+
+    with jax.named_scope("summaries"):
+        layers = tuple(
+            None if old is None else jax.vmap(row)(keys, old, first, after)
+            for keys, old in zip(cache.keys, summaries.layers)
+        )
+    return dataclasses.replace(summaries, layers=layers)
