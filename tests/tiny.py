@@ -14,6 +14,8 @@ from sv_jax.config import ModelConfig
 from sv_jax.engine.trace import RowTrace, StepCounts, count_steps
 from sv_jax.model.transformer import Params, Transformer, random_params
 from sv_jax.sharding import make_sharding
+from sv_jax.sparsity.config import AttentionSparsity, SparsityConfig
+from sv_jax.sparsity.plan import SparsityPlan, make_plan
 from sv_jax.speculation.loop import decode_slice
 from sv_jax.speculation.prefill import prefill_chunk
 from sv_jax.speculation.request import make_request
@@ -49,6 +51,11 @@ def make_model(
     return target, random_params(target, seed)
 
 
+def attention_plan(config: ModelConfig = TINY, *, block_size: int = 16, **attention: Any) -> SparsityPlan:
+    """The plan of sparse attention for a model, in small blocks; further settings as a user gives them."""
+    return make_plan(SparsityConfig(AttentionSparsity(block_size=block_size, **attention)), config)
+
+
 def random_prompts(lengths: Sequence[int], *, seed: int = 0, vocab_size: int = 64) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(0, vocab_size, n).tolist() for n in lengths]
@@ -63,6 +70,7 @@ def prefilled(
     capacity: int = 128,
     chunk: int = 16,
     num_logprobs: int = 0,
+    sparsity: SparsityPlan | None = None,
     **request: Any,
 ) -> SpeculationState:
     """A state in which every prompt is committed and its first token emitted. [] pads the batch.
@@ -71,7 +79,7 @@ def prefilled(
     """
     lengths = np.array([len(p) for p in prompts], np.int32)
     arrays = make_request(lengths, limits, **request)
-    state = start_state(target, arrays, capacity=capacity, num_logprobs=num_logprobs)
+    state = start_state(target, arrays, capacity=capacity, num_logprobs=num_logprobs, sparsity=sparsity)
     padded = np.zeros((len(prompts), -(-max(lengths) // chunk) * chunk), np.int32)
     for row, prompt in zip(padded, prompts):
         row[: len(prompt)] = prompt
@@ -89,11 +97,12 @@ def run_to_end(
     *,
     max_steps: int = 1000,
     max_capacity: int = 1024,
+    sparsity: SparsityPlan | None = None,
 ) -> SpeculationState:
     """Slices of `max_steps` until every row has finished; the cache doubles when a slice stops for it."""
     while True:
         before = int(state.steps)
-        state = decode_slice(target, params, drafter, state, jnp.int32(max_steps))
+        state = decode_slice(target, params, drafter, state, jnp.int32(max_steps), sparsity=sparsity)
         if bool(state.finished.all()):
             return state
         if int(state.steps) == before:
@@ -112,7 +121,7 @@ def sequences(state: SpeculationState) -> list[list[int]]:
 def row_counts(state: SpeculationState, most_emitted: int) -> list[StepCounts]:
     """What each row's steps did, by the trace of its tokens. most_emitted: K + 1."""
     trace, ends = state.trace, np.asarray(state.lengths) + 1
-    arrays = [np.asarray(x) for x in (trace.step, trace.drafted, trace.proposed, trace.foreseen)]
+    arrays = [np.asarray(getattr(trace, field.name)) for field in dataclasses.fields(RowTrace)]
     starts = np.asarray(state.prompt_lengths)
     rows = [RowTrace(*(x[i, start:end] for x in arrays)) for i, (start, end) in enumerate(zip(starts, ends))]
     return [count_steps([row], most_emitted) for row in rows]
@@ -131,6 +140,7 @@ def decode(
     *,
     new_tokens: int | Sequence[int] = 40,
     max_steps: int = 1000,
+    sparsity: SparsityPlan | None = None,
     **start: Any,
 ) -> tuple[list[list[int]], SpeculationState]:
     """Prompt and output of every row, and the last state."""
@@ -140,9 +150,10 @@ def decode(
         params,
         prompts,
         limits=[len(p) + n for p, n in zip(prompts, counts)],
+        sparsity=sparsity,
         **start,
     )
-    state = run_to_end(target, params, drafter, state, max_steps=max_steps)
+    state = run_to_end(target, params, drafter, state, max_steps=max_steps, sparsity=sparsity)
     return sequences(state), state
 
 
