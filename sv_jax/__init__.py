@@ -14,8 +14,17 @@ if TYPE_CHECKING:
     from sv_jax.config import UserError
     from sv_jax.engine import GenerationResult, LanguageModel, load_model
     from sv_jax.sampling_params import SamplingParams
+    from sv_jax.sparsity.config import AttentionSparsity, SparsityConfig
 
-__all__ = ["GenerationResult", "LanguageModel", "SamplingParams", "UserError", "load_model"]
+__all__ = [
+    "AttentionSparsity",
+    "GenerationResult",
+    "LanguageModel",
+    "SamplingParams",
+    "SparsityConfig",
+    "UserError",
+    "load_model",
+]
 __version__ = "0.1.0"
 
 
@@ -29,6 +38,10 @@ def __getattr__(name: str) -> Any:
         from sv_jax.sampling_params import SamplingParams
 
         return SamplingParams
+    if name in ("AttentionSparsity", "SparsityConfig"):
+        import sv_jax.sparsity.config
+
+        return getattr(sv_jax.sparsity.config, name)
     if name in __all__:
         import sv_jax.engine
 

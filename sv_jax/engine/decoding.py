@@ -18,7 +18,7 @@ from sv_jax.engine.results import BatchOutcome, RequestOutput
 from sv_jax.engine.row_text import RowText
 from sv_jax.engine.speculation_length import SliceReport, SpeculationLength
 from sv_jax.engine.text_stream import Decoder
-from sv_jax.engine.trace import count_steps
+from sv_jax.engine.trace import ReadCounts, RowTrace, count_reads, count_steps
 from sv_jax.model.transformer import Params, Transformer
 from sv_jax.sampling_params import GREEDY, SamplingParams
 from sv_jax.sparsity.plan import SparsityPlan
@@ -154,6 +154,7 @@ def decode_batch(
     *,
     tokenizer: Decoder,
     batch_size: int,
+    sparsity: SparsityPlan | None = None,
     on_text: OnText | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> BatchOutcome:
@@ -162,6 +163,7 @@ def decode_batch(
     Args:
       length: decides slice by slice how many tokens are drafted.
       batch_size: rows to run, at least the number of prompts and a multiple of the data axis; the rest pads.
+      sparsity: what verification leaves out, once a cache is large enough for that; None: nothing.
     """
     watch = _Stopwatch()
     rows = [
@@ -180,15 +182,16 @@ def decode_batch(
     total = max(len(prompt) for prompt in request.prompts)
     chunks = plan_prefill(target, batch_size, total, largest)
     capacity = bucket_for(max(sum(chunks), total + widest), largest)
-    state = start(target, arrays, capacity=capacity, num_logprobs=num_logprobs)
+    state = start(target, arrays, capacity=capacity, num_logprobs=num_logprobs, sparsity=sparsity)
     state = prefill(target, params, request.prompts, state, chunks, should_stop)
     state = reader.read(target, state, watch.seconds())
     first_token_seconds = watch.seconds()
-    state = _decode(target, params, length, state, reader, watch, largest, should_stop)
+    state = _decode(target, params, length, sparsity, state, reader, watch, largest, should_stop)
     decode_seconds = watch.seconds() - first_token_seconds
 
     for row in rows:
         row.interrupt()
+    traces = row_traces(state.trace, rows)
     logprobs = None
     if state.logprobs is not None:
         logprobs = row_logprobs(state.logprobs, rows, request.logprobs)
@@ -203,17 +206,30 @@ def decode_batch(
             )
             for i, row in enumerate(rows)
         ],
-        counts=count_steps(row_traces(state.trace, rows), length.most + 1),
+        counts=count_steps(traces, length.most + 1),
+        reads=_count_reads(target, sparsity, traces, request.prompts),
         first_token_seconds=first_token_seconds,
         decode_seconds=decode_seconds,
         row_decode_seconds=[max(0.0, row.seconds - first_token_seconds) for row in rows],
     )
 
 
+def _count_reads(
+    target: Transformer,
+    sparsity: SparsityPlan | None,
+    traces: Sequence[RowTrace],
+    prompts: Sequence[Sequence[int]],
+) -> ReadCounts | None:
+    if sparsity is None:
+        return None
+    return count_reads(traces, [len(p) for p in prompts], sparsity.attention, target.config, target.dtype)
+
+
 def _decode(
     target: Transformer,
     params: Params,
     length: SpeculationLength,
+    sparsity: SparsityPlan | None,
     state: SpeculationState,
     reader: Reader,
     watch: _Stopwatch,
@@ -228,7 +244,11 @@ def _decode(
         state = ensure_capacity(target, state, reader.longest + width, largest)
         steps_before, before, compiled_before = int(state.steps), watch.seconds(), compile_seconds()
         numbers = (jax.device_put(np.int32(n), whole) for n in (plan.max_steps, plan.max_drafted))
-        state = decode_slice(target, params, plan.drafter, state, *numbers)
+        # A bucket that the budget covers whole has nothing to leave out: there the dense program runs.
+        whole_bucket = sparsity is None or state.cache.capacity <= sparsity.attention.most_l0
+        state = decode_slice(
+            target, params, plan.drafter, state, *numbers, sparsity=None if whole_bucket else sparsity
+        )
         state = reader.read(target, state, watch.seconds())
         compiling = compile_seconds() - compiled_before
         traces = row_traces(state.trace, reader.rows) if length.wants_traces and not reader.done else []

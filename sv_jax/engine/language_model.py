@@ -27,6 +27,8 @@ from sv_jax.engine.speculation_length import AdaptiveLength, SpeculationLength
 from sv_jax.model.transformer import Params, Transformer, abstract_params
 from sv_jax.sampling_params import GREEDY, SamplingParams
 from sv_jax.sharding import Sharding, ensure_devices, make_sharding
+from sv_jax.sparsity.config import AttentionSparsity, SparsityConfig
+from sv_jax.sparsity.plan import SparsityPlan, make_plan
 
 DTYPES = ("float32", "bfloat16")
 DEFAULT_MODEL = "smollm2-135m"
@@ -89,7 +91,8 @@ class LanguageModel:
         self.load_seconds = 0.0
         self._progress = progress
         self._params: Params | None = None
-        self._adaptive: dict[tuple[str, int], AdaptiveLength] = {}  # keeps the costs that were measured
+        # Keeps the costs that were measured, by what they depend on beside the bucket.
+        self._adaptive: dict[tuple[str, int, AttentionSparsity | None], AdaptiveLength] = {}
 
     @property
     def provenance(self) -> str:
@@ -130,8 +133,17 @@ class LanguageModel:
 
     def check_request(self, prompts: Sequence[Sequence[int]], **settings: Any) -> None:
         """Raises UserError for what `generate` would refuse; reads no weights."""
-        Settings(**settings).sampling_of(len(prompts))
+        checked = Settings(**settings)
+        checked.sampling_of(len(prompts))
+        self._plan(checked)
         self._check_prompts(prompts)
+
+    def _plan(self, settings: Settings) -> SparsityPlan | None:
+        """What verification leaves out, on the mesh. Raises UserError for layers that the model lacks."""
+        if settings.sparsity is None:
+            return None
+        plan = make_plan(settings.sparsity, self.checkpoint.config)
+        return jax.device_put(plan, self.sharding.named())
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
         if not prompts:
@@ -163,11 +175,14 @@ class LanguageModel:
         logprobs: int = 0,
         chat: bool | None = None,
         max_batch_size: int = 16,
+        sparsity: SparsityConfig | None = None,
         on_text: OnText | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> GenerationResult:
         """Decodes speculatively. Greedy output is that of plain greedy decoding, up to near-ties; sampled
         output follows the law of plain sampling (with prompt lookup it is what plain sampling would draw).
+        With `sparsity` neither holds any more once a step has left something out; `stats.sparse_attention`
+        counts such steps.
 
         Args:
           prompts: texts (see `encode_prompt`), or token ids that are taken as they are.
@@ -186,6 +201,7 @@ class LanguageModel:
             own; 0 gives none at all.
           max_batch_size: prompts that run side by side, rounded up to a multiple of the data axis; more are
             run in groups, in order.
+          sparsity: what verification leaves out (lossy); None: nothing.
           on_text: called between slices of steps, (row, new text, finish reason or None).
           should_stop: asked between slices; True ends the run with what was generated.
 
@@ -203,6 +219,7 @@ class LanguageModel:
             ignore_eos=ignore_eos,
             logprobs=logprobs,
             max_batch_size=max_batch_size,
+            sparsity=sparsity,
         )
         if isinstance(prompts, str):  # a sequence of strings, too: one prompt per character
             raise UserError(f"prompts is one text, {prompts[:20]!r}; give a list of texts")
@@ -219,6 +236,7 @@ class LanguageModel:
     ) -> GenerationResult:
         sampling = settings.sampling_of(len(rows))
         occurrences = count_occurrences(rows, sampling)
+        plan = self._plan(settings)
         params = self.params
         compiled_before = compile_seconds()
         batch_size = padded_batch(min(len(rows), settings.max_batch_size), self.sharding.data_size)
@@ -249,6 +267,7 @@ class LanguageModel:
                 request,
                 tokenizer=self.tokenizer,
                 batch_size=batch_size,
+                sparsity=plan,
                 on_text=on_text,
                 should_stop=should_stop,
             )
@@ -265,7 +284,8 @@ class LanguageModel:
         length = settings.make_length()
         if not isinstance(length, AdaptiveLength):
             return length
-        known = self._adaptive.setdefault((settings.draft_method, batch_size), length)
+        attention = None if settings.sparsity is None else settings.sparsity.attention
+        known = self._adaptive.setdefault((settings.draft_method, batch_size, attention), length)
         known.restart()
         return known
 
@@ -276,11 +296,12 @@ class LanguageModel:
         *,
         should_stop: Callable[[], bool] | None = None,
     ) -> LosslessReport:
-        """Decodes the same prompts plainly, with the settings of `result`, and compares token for token.
+        """Decodes the same prompts plainly and densely, with the other settings of `result`, and compares
+        token for token.
 
         An interrupted row, of either run, is compared as far as it got.
         """
-        settings = dataclasses.replace(result.settings, draft_method="none", logprobs=0)
+        settings = dataclasses.replace(result.settings, draft_method="none", logprobs=0, sparsity=None)
         stop = latched(should_stop or (lambda: False))
         plain = self._run([list(prompt) for prompt in prompts], settings, None, stop)
         return compare_outputs(result.outputs, plain.outputs, prompts, self.top2_gap)

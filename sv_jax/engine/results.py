@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sv_jax.engine.settings import Settings
-from sv_jax.engine.trace import StepCounts
+from sv_jax.engine.trace import ReadCounts, StepCounts
 
 FinishReason = Literal["stop", "length", "interrupted"]
 
@@ -47,6 +47,24 @@ class BatchOutcome:
     first_token_seconds: float  # these three without compilation
     decode_seconds: float
     row_decode_seconds: list[float]  # first token to last, as seen between slices
+    reads: ReadCounts | None = None  # None: verification was dense
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseAttentionStats:
+    """What sparse verification read of the KV cache, beside what dense verification would have.
+
+    Blocks are summed over layers and KV heads; "per token" is per token that a step emitted, None where there
+    was no step.
+    """
+
+    row_steps: int
+    sparse_row_steps: int  # left blocks out: without any of these nothing was lost
+    kv_blocks_per_token: float | None
+    dense_kv_blocks_per_token: float | None
+    bytes_per_token: float | None  # K and V of the blocks read, and the summaries that chose them
+    summary_bytes_per_token: float | None  # these summaries alone
+    dense_bytes_per_token: float | None  # K and V of every committed position
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +86,7 @@ class GenerationStats:
     plain_steps: int  # those of them that no row had a draft for
     compile_seconds: float
     load_seconds: float
+    sparse_attention: SparseAttentionStats | None = None  # None: verification was dense
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -115,4 +134,21 @@ def summarise(
         plain_steps=sum(c.plain_steps for c in counts),
         compile_seconds=compile_seconds,
         load_seconds=load_seconds,
+        sparse_attention=summarise_reads([o.reads for o in outcomes if o.reads is not None]),
+    )
+
+
+def summarise_reads(batches: Sequence[ReadCounts]) -> SparseAttentionStats | None:
+    """The reads of all batches together; None for no batch, where verification was dense."""
+    if not batches:
+        return None
+    total = sum(batches[1:], batches[0])
+    return SparseAttentionStats(
+        row_steps=total.row_steps,
+        sparse_row_steps=total.sparse_row_steps,
+        kv_blocks_per_token=_ratio(total.kv_blocks, total.tokens),
+        dense_kv_blocks_per_token=_ratio(total.dense_kv_blocks, total.tokens),
+        bytes_per_token=_ratio(total.kv_bytes + total.summary_bytes, total.tokens),
+        summary_bytes_per_token=_ratio(total.summary_bytes, total.tokens),
+        dense_bytes_per_token=_ratio(total.dense_bytes, total.tokens),
     )

@@ -12,6 +12,7 @@ from sv_jax.drafts.prompt_lookup import PromptLookup
 from sv_jax.engine.row_text import check_stop
 from sv_jax.engine.speculation_length import AdaptiveLength, FixedLength, SpeculationLength
 from sv_jax.sampling_params import GREEDY, SamplingParams
+from sv_jax.sparsity.config import SparsityConfig
 from sv_jax.speculation.types import Drafter
 
 DRAFT_METHODS = ("prompt-lookup", "none")
@@ -39,6 +40,7 @@ class Settings:
     ignore_eos: bool = False
     logprobs: int = 0
     max_batch_size: int = 16
+    sparsity: SparsityConfig | None = None  # None: dense verification
 
     def __post_init__(self) -> None:
         if self.draft_method not in DRAFT_METHODS:
@@ -50,6 +52,8 @@ class Settings:
         if self.num_speculative_tokens != "auto":
             self._check_number("num_speculative_tokens", 0, also="0 (plain) or more, or 'auto'")
         check_stop(self.stop)
+        if not isinstance(self.sparsity, SparsityConfig | None):
+            raise UserError(f"sparsity={self.sparsity!r}; allowed: a SparsityConfig, or None")
 
     def _check_number(
         self, name: str, least: int, most: int | None = None, note: str = "", also: str | None = None

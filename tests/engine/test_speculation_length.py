@@ -36,7 +36,12 @@ def trace_of(*steps):
     columns = []
     for number, (drafted, proposed, foreseen, emitted) in enumerate(steps, 1):
         columns += [(number, drafted, proposed, i < foreseen) for i in range(emitted)]
-    return RowTrace(*(np.array(column) for column in zip(*columns)))
+    return row_trace(columns)
+
+
+def row_trace(entries):
+    """Of (step, drafted, proposed, foreseen) per token; how much was read plays no part in lengths."""
+    return RowTrace(*(np.array(column) for column in zip(*entries)), kv_blocks=np.zeros(len(entries)))
 
 
 PLAIN, GUESSED, MISSED = (0, 0, 0, 1), (0, 3, 1, 1), (0, 3, 0, 1)  # steps that verified nothing
@@ -148,7 +153,7 @@ def simulate(texts, tokens, *, costs=COSTS, compile_seconds=COMPILE, length=None
             for i, new in enumerate(emitted):
                 rows[i] += [(step, *entry) for entry in new]
                 at[i] += len(new)
-        traces = [RowTrace(*(np.array(column) for column in zip(*row))) for row in rows]
+        traces = [row_trace(row) for row in rows]
         compiling = 0.0 if k in run.compiled else compile_seconds
         run.compiled.add(k)
         run.plans.append(plan.max_drafted)
