@@ -79,6 +79,7 @@ def select_blocks(
     """
     total = scores.shape[2]
     block = jnp.arange(total, dtype=jnp.int32)
+    sink_blocks, local_blocks = min(sink_blocks, total), min(local_blocks, total)  # their sum fits int32
     first, held, budget = (x[:, None, None] for x in (first, held, budget))
     forced = (block < first + sink_blocks) | (block >= held - local_blocks)
     readable = (block >= first) & (block < held)
