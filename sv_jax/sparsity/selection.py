@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -99,9 +100,24 @@ def select_blocks(
     return indices, jnp.broadcast_to(count[:, :, 0], scores.shape[:2])
 
 
+BlockScorer = Callable[[int, jax.Array], jax.Array]
+"""(layer, q [B, T, H, D]) -> float32[B, K, S / block_size]."""
+
+
+def summary_scorer(plan: AttentionPlan, summaries: BlockSummaries) -> BlockScorer:
+    """Scores by the plan, from what is kept beside the cache."""
+
+    def score(layer: int, q: jax.Array) -> jax.Array:
+        summary = summaries.layers[layer]
+        assert summary is not None
+        return score_blocks(plan.score, q, summary)
+
+    return score
+
+
 def make_chooser(
     plan: AttentionPlan,
-    summaries: BlockSummaries,
+    score: BlockScorer,
     lengths: jax.Array,
     live: jax.Array,
     *,
@@ -111,6 +127,7 @@ def make_chooser(
     """The choice of a step by the plan: anchors score and select, other layers take their anchor's set.
 
     Args:
+      score: of the layers that select.
       lengths: int32[B], committed tokens. live: bool[B], rows whose output counts.
     """
     size = plan.block_size
@@ -127,9 +144,7 @@ def make_chooser(
         if anchor != layer:
             return chosen[anchor]
         with jax.named_scope("select"):
-            summary = summaries.layers[layer]
-            assert summary is not None
-            scores = score_blocks(plan.score, q, summary)
+            scores = score(layer, q)
             window = model.sliding_window(layer)
             first = (
                 jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window + 1, 0) // size

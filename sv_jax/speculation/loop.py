@@ -12,7 +12,7 @@ from pallas_kernels.platform import plain_step_tokens
 from sv_jax.model.cache import LayerKV
 from sv_jax.model.transformer import Params, Transformer
 from sv_jax.sparsity.plan import SparsityPlan
-from sv_jax.sparsity.selection import make_chooser
+from sv_jax.sparsity.selection import make_chooser, summary_scorer
 from sv_jax.speculation.accept import accept
 from sv_jax.speculation.commit import commit
 from sv_jax.speculation.logprobs import emitted_logprobs
@@ -110,7 +110,7 @@ def verify_and_accept(
             raise ValueError("the state has no block summaries; start_state needs the same sparsity plan")
         choose = make_chooser(
             sparsity.attention,
-            state.summaries,
+            summary_scorer(sparsity.attention, state.summaries),
             state.lengths,
             ~state.finished,
             model=target.config,
