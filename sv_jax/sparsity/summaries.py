@@ -7,7 +7,7 @@ drafts are rejected.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -41,16 +41,28 @@ class BlockSummaries:
         return jax.tree.map(pad, self)
 
 
-def start_summaries(plan: AttentionPlan, model: ModelConfig, batch: int, capacity: int) -> BlockSummaries:
-    """Of an empty cache."""
-    shape = (batch, model.num_kv_heads, capacity // plan.block_size, model.head_dim)
+def start_summaries(
+    block_size: int,
+    statistics: Sequence[str],
+    layers: Container[int],
+    model: ModelConfig,
+    batch: int,
+    capacity: int,
+) -> BlockSummaries:
+    """Of an empty cache of `capacity` positions; `layers` are those that have summaries."""
+    shape = (batch, model.num_kv_heads, capacity // block_size, model.head_dim)
 
     def layer(index: int) -> LayerSummary | None:
-        if index not in plan.anchors:
+        if index not in layers:
             return None
-        return {name: jnp.zeros(shape, jnp.float32) for name in STATISTICS[plan.score]}
+        return {name: jnp.zeros(shape, jnp.float32) for name in statistics}
 
-    return BlockSummaries(tuple(layer(i) for i in range(model.num_layers)), plan.block_size)
+    return BlockSummaries(tuple(layer(i) for i in range(model.num_layers)), block_size)
+
+
+def planned_summaries(plan: AttentionPlan, model: ModelConfig, batch: int, capacity: int) -> BlockSummaries:
+    """Of an empty cache: what the plan's scores read."""
+    return start_summaries(plan.block_size, STATISTICS[plan.score], plan.anchors, model, batch, capacity)
 
 
 def summarise(keys: jax.Array, alive: jax.Array, names: tuple[str, ...]) -> LayerSummary:

@@ -13,7 +13,7 @@ from pallas_kernels.platform import cache_layout
 from sv_jax.model.cache import KVCache, cache_axes, cache_shape
 from sv_jax.model.transformer import Transformer
 from sv_jax.sparsity.plan import SparsityPlan
-from sv_jax.sparsity.summaries import SUMMARY_AXES, start_summaries
+from sv_jax.sparsity.summaries import SUMMARY_AXES, planned_summaries
 from sv_jax.speculation.request import Request
 from sv_jax.speculation.types import Logprobs, SpeculationState, Trace
 
@@ -84,7 +84,7 @@ def start_state(
     step, drafted, proposed, kv_blocks = (by_position(jnp.int32) for _ in range(4))
     summaries = None
     if sparsity is not None:
-        summaries = start_summaries(sparsity.attention, target.config, batch, capacity)
+        summaries = planned_summaries(sparsity.attention, target.config, batch, capacity)
     logprobs = None
     if num_logprobs:
         alternatives = [by_position(dtype, num_logprobs) for dtype in (jnp.float32, jnp.int32)]

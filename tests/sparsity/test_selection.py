@@ -19,7 +19,7 @@ from sv_jax.sparsity.selection import (
     select_blocks,
     summary_scorer,
 )
-from sv_jax.sparsity.summaries import start_summaries, update_summaries
+from sv_jax.sparsity.summaries import planned_summaries, update_summaries
 from tests.sparsity.plain_selection import (
     PLAIN_SCORES,
     plain_blocks,
@@ -124,7 +124,7 @@ def choose_all(plan: SparsityPlan, lengths, queries, keys, live):
     """What each layer reads."""
     plan = plan.attention
     cache = KVCache(tuple(keys), tuple(keys), "BKSD")
-    start = start_summaries(plan, MODEL, ROWS, CAPACITY)
+    start = planned_summaries(plan, MODEL, ROWS, CAPACITY)
     summaries = update_summaries(start, cache, jnp.zeros_like(lengths), lengths, CAPACITY)
     sharding = make_target(MODEL).sharding
     choose = make_chooser(

@@ -1,0 +1,320 @@
+"""The drift meter's core: the same prefixes verified densely and sparsely, step by step.
+
+Every step runs T true tokens over a cache that the dense passes filled, once densely and once by each
+setting, and compares the laws of the next token. What a run would add, K/V that sparse passes wrote, is left
+to the free-running comparison.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sv_jax.config import UserError
+from sv_jax.engine.buckets import bucket_for, largest_bucket
+from sv_jax.engine.decoding import plan_prefill, prefill, start
+from sv_jax.engine.language_model import LanguageModel
+from sv_jax.evaluation.selectors import SELECTORS, block_masses, make_scorer
+from sv_jax.evaluation.texts import Case
+from sv_jax.model.cache import KVCache, LayerKV
+from sv_jax.model.transformer import Params, Transformer
+from sv_jax.sparsity.config import SCORES, AttentionSparsity, SparsityConfig
+from sv_jax.sparsity.plan import AttentionPlan, make_plan
+from sv_jax.sparsity.reads import kv_bytes, summary_bytes
+from sv_jax.sparsity.selection import make_chooser
+from sv_jax.sparsity.summaries import STATISTICS, BlockSummaries, start_summaries, update_summaries
+from sv_jax.speculation.request import make_request
+from sv_jax.speculation.types import Draft
+from sv_jax.speculation.verify import verify
+
+
+@dataclasses.dataclass(frozen=True)
+class DriftSetting:
+    """What is compared with dense verification."""
+
+    selector: str  # a name of SELECTORS
+    attention: AttentionSparsity  # its score is not used: the selector stands in its place
+
+    def __post_init__(self) -> None:
+        if self.selector not in SELECTORS:
+            raise UserError(f"selector {self.selector!r} is not allowed; allowed: {', '.join(SELECTORS)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One case under one setting."""
+
+    case: str
+    kind: str
+    document: str
+    context: int  # tokens of the case
+    setting: DriftSetting
+    positions: int  # compared
+    agreeing: int  # with the same most likely token
+    kl: float  # sum over positions of KL(dense || sparse), nats
+    agreeing_prefix: int  # positions before the first disagreement
+    steps: int
+    kv_bytes: float  # K, V and summaries that a step read, mean over steps
+    dense_kv_bytes: float
+    found: bool | None  # a needle: every token of the answer is the sparse pass's most likely one
+    dense_found: bool | None
+
+
+class Compared(NamedTuple):
+    """A step of one setting against the dense one; [B, T] but for the last."""
+
+    agreeing: jax.Array  # bool: the same most likely token
+    kl: jax.Array  # float32: KL(dense || sparse) in nats
+    right: jax.Array  # bool: the most likely token is the one that the text goes on with
+    kv_blocks: jax.Array  # int32[B]
+
+
+class DensePass(NamedTuple):
+    logits: jax.Array  # float32[B, T, V]
+    new_kv: tuple[LayerKV, ...]
+    masses: dict[int, tuple[jax.Array, ...]]  # by block size, per layer float32[B, K, S / block_size]
+    right: jax.Array  # bool[B, T]
+
+
+def _chain(tokens: jax.Array) -> Draft:
+    parents = jnp.arange(-1, tokens.shape[1] - 1, dtype=jnp.int32)
+    return Draft(tokens, jnp.broadcast_to(parents, tokens.shape))
+
+
+@partial(jax.jit, static_argnames=("target", "block_sizes"))
+def dense_pass(
+    target: Transformer,
+    params: Params,
+    cache: KVCache,
+    lengths: jax.Array,
+    tokens: jax.Array,
+    following: jax.Array,
+    *,
+    block_sizes: tuple[int, ...],
+) -> DensePass:
+    """A dense step over T true tokens, and the attention that it paid to each block.
+
+    Args:
+      tokens: int32[B, T], the first at position lengths[b]. following: int32[B, T], what comes after each.
+    """
+    finest = min(block_sizes)
+    masses: list[jax.Array] = []
+
+    def watch(layer: int, q: jax.Array, cached: LayerKV, chosen: object) -> None:
+        masses.append(block_masses(q, cached, lengths, block_size=finest, layout=cache.layout))
+
+    verified = verify(target, params, cache, lengths, _chain(tokens), watch)
+    by_size = {
+        size: tuple(jnp.sum(m.reshape(*m.shape[:2], -1, size // finest), axis=-1) for m in masses)
+        for size in block_sizes
+    }
+    right = jnp.argmax(verified.logits, axis=-1) == following
+    return DensePass(verified.logits, verified.new_kv, by_size, right)
+
+
+@partial(jax.jit, static_argnames=("target", "selector"))
+def sparse_pass(
+    target: Transformer,
+    params: Params,
+    cache: KVCache,
+    summaries: BlockSummaries,
+    lengths: jax.Array,
+    tokens: jax.Array,
+    following: jax.Array,
+    dense: DensePass,
+    plan: AttentionPlan,
+    key: jax.Array,
+    *,
+    selector: str,
+) -> Compared:
+    """The same step with what `selector` chooses within the plan's budget."""
+    score = make_scorer(selector, plan, summaries, dense.masses[plan.block_size], key)
+    choose = make_chooser(plan, score, lengths, lengths > 0, model=target.config, sharding=target.sharding)
+    verified = verify(target, params, cache, lengths, _chain(tokens), choose)
+    dense_law, law = (jax.nn.log_softmax(x) for x in (dense.logits, verified.logits))
+    best = jnp.argmax(law, axis=-1)
+    assert verified.reads is not None
+    return Compared(
+        agreeing=best == jnp.argmax(dense_law, axis=-1),
+        kl=jnp.sum(jnp.exp(dense_law) * (dense_law - law), axis=-1),
+        right=best == following,
+        kv_blocks=verified.reads,
+    )
+
+
+@partial(jax.jit, donate_argnames=("cache", "summaries"))
+def _advance(
+    cache: KVCache,
+    summaries: dict[int, BlockSummaries],
+    lengths: jax.Array,
+    new_kv: tuple[LayerKV, ...],
+) -> tuple[KVCache, dict[int, BlockSummaries], jax.Array]:
+    """Commits the dense pass's tokens, all of them."""
+    num_tokens = new_kv[0][0].shape[1]
+    cache = cache.write(new_kv, lengths)
+    after = lengths + num_tokens
+    summaries = {
+        size: update_summaries(x, cache, lengths, after, num_tokens) for size, x in summaries.items()
+    }
+    return cache, summaries, after
+
+
+@partial(jax.jit, static_argnames=("target", "block_sizes", "statistics"))
+def _summarise_all(
+    target: Transformer,
+    cache: KVCache,
+    lengths: jax.Array,
+    *,
+    block_sizes: tuple[int, ...],
+    statistics: tuple[str, ...],
+) -> dict[int, BlockSummaries]:
+    """Every statistic of every layer, for each block size."""
+    every = {}
+    for size in block_sizes:
+        empty = start_summaries(
+            size, statistics, range(target.config.num_layers), target.config, cache.batch, cache.capacity
+        )
+        every[size] = update_summaries(empty, cache, jnp.zeros_like(lengths), lengths, cache.capacity)
+    return every
+
+
+def plan_of(setting: DriftSetting, model: LanguageModel) -> AttentionPlan:
+    """The plan of a setting. Raises UserError for layers that the model does not have."""
+    score = setting.selector if setting.selector in SCORES else setting.attention.score
+    attention = dataclasses.replace(setting.attention, score=score)
+    return make_plan(SparsityConfig(attention), model.target.config).attention
+
+
+class _Tally:
+    """Sums over the steps of a batch, [B] each."""
+
+    def __init__(self, rows: int) -> None:
+        # Per step, [B, compared positions].
+        self.agreeing: list[np.ndarray] = []
+        self.kl: list[np.ndarray] = []
+        self.right: list[np.ndarray] = []
+        self.kv_bytes, self.dense_bytes = np.zeros(rows), np.zeros(rows)
+
+
+def measure(
+    model: LanguageModel,
+    cases: Sequence[Case],
+    settings: Sequence[DriftSetting],
+    *,
+    num_speculative_tokens: int,
+    seed: int = 0,
+) -> Iterator[list[Measurement]]:
+    """Compares one batch of cases, all of one length and with as many measured tokens, under every setting.
+
+    Args:
+      cases: their number is a multiple of the mesh's data axis.
+      num_speculative_tokens: K; a step verifies T = K + 1 tokens with the blocks that its first one chose.
+      seed: of the random control.
+
+    Yields, per setting in order, a Measurement for each case.
+    """
+    lengths = {(len(case.token_ids), case.measured) for case in cases}
+    if len(lengths) != 1:
+        raise ValueError(f"cases of {sorted(lengths)} (tokens, measured) in one batch; allowed: one of them")
+    ((total, measured),) = lengths
+    width = num_speculative_tokens + 1
+    prefix = total - measured - 1  # the first root predicts the first measured token
+    if prefix < 1:
+        raise UserError(f"a case of {total} tokens has {measured} measured; allowed: at most {total - 2}")
+    steps = -(-measured // width)
+    target, params = model.target, model.params
+    plans = [plan_of(setting, model) for setting in settings]
+    block_sizes = tuple(sorted({plan.block_size for plan in plans}))
+    statistics = tuple(sorted({name for plan in plans for name in STATISTICS[plan.score]}))
+
+    capacity_limit = largest_bucket(model.max_model_len, width)
+    chunks = plan_prefill(target, len(cases), prefix, capacity_limit)
+    capacity = bucket_for(max(sum(chunks), prefix + steps * width), capacity_limit)
+    request = make_request([prefix] * len(cases), [total + width] * len(cases))
+    state = start(target, request, capacity=capacity)
+    state = prefill(target, params, [case.token_ids[:prefix] for case in cases], state, chunks)
+    cache, at = state.cache, state.lengths
+    summaries = _summarise_all(target, cache, at, block_sizes=block_sizes, statistics=statistics)
+    tallies = [_Tally(len(cases)) for _ in settings]
+    ids = np.zeros((len(cases), total + width + 1), np.int32)
+    ids[:, :total] = [case.token_ids for case in cases]
+    dense_right = []
+    for step in range(steps):
+        first = prefix + step * width
+        tokens, following = (
+            jax.device_put(ids[:, i : i + width], target.sharding.named("batch", None))
+            for i in (first, first + 1)
+        )
+        count = min(width, total - 1 - first)  # nodes that predict a measured token
+        dense = dense_pass(target, params, cache, at, tokens, following, block_sizes=block_sizes)
+        dense_right.append(np.asarray(dense.right)[:, :count])
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        for setting, plan, tally in zip(settings, plans, tallies):
+            compared = sparse_pass(
+                target,
+                params,
+                cache,
+                summaries[plan.block_size],
+                at,
+                tokens,
+                following,
+                dense,
+                plan,
+                key,
+                selector=setting.selector,
+            )
+            _add(tally, compared, count, first, plan, setting, model)
+        cache, summaries, at = _advance(cache, summaries, at, dense.new_kv)
+    right = np.concatenate(dense_right, axis=1)
+    for setting, tally in zip(settings, tallies):
+        yield [_measurement(case, row, setting, tally, steps, right) for row, case in enumerate(cases)]
+
+
+def _add(
+    tally: _Tally,
+    compared: Compared,
+    count: int,
+    length: int,
+    plan: AttentionPlan,
+    setting: DriftSetting,
+    model: LanguageModel,
+) -> None:
+    """Adds a step at `length` committed tokens, of whose nodes the first `count` are compared."""
+    agreeing, kl, right, blocks = (np.asarray(x) for x in compared)
+    tally.agreeing.append(agreeing[:, :count])
+    tally.kl.append(kl[:, :count])
+    tally.right.append(right[:, :count])
+    config, itemsize = model.target.config, jnp.dtype(model.dtype).itemsize
+    tally.kv_bytes += blocks * plan.block_size * kv_bytes(config, itemsize)
+    if setting.selector in SCORES:  # controls read no summaries
+        tally.kv_bytes += summary_bytes(plan, config, length)
+    tally.dense_bytes += config.num_layers * config.num_kv_heads * length * kv_bytes(config, itemsize)
+
+
+def _measurement(
+    case: Case, row: int, setting: DriftSetting, tally: _Tally, steps: int, dense_right: np.ndarray
+) -> Measurement:
+    agreeing, kl, right = (np.concatenate(x, axis=1)[row] for x in (tally.agreeing, tally.kl, tally.right))
+    needle = case.kind == "needle"
+    return Measurement(
+        case=case.name,
+        kind=case.kind,
+        document=case.document,
+        context=len(case.token_ids),
+        setting=setting,
+        positions=len(agreeing),
+        agreeing=int(agreeing.sum()),
+        kl=float(kl.sum()),
+        agreeing_prefix=int(np.argmin(np.append(agreeing, False))),
+        steps=steps,
+        kv_bytes=float(tally.kv_bytes[row] / steps),
+        dense_kv_bytes=float(tally.dense_bytes[row] / steps),
+        found=bool(right.all()) if needle else None,
+        dense_found=bool(dense_right[row].all()) if needle else None,
+    )
