@@ -20,6 +20,20 @@ def plain_blocks(tokens: int, block_size: int) -> int:
     return math.ceil(Fraction(tokens, block_size))
 
 
+REDUCE = {"mean": np.mean, "low": np.min, "high": np.max}
+
+
+def plain_summary(name: str, keys: np.ndarray, length: int, block_size: int) -> np.ndarray:
+    """A statistic over each block's committed keys; 0 for blocks without any. [K, S, D] -> [K, M, D]."""
+    heads, capacity, dim = keys.shape
+    summary = np.zeros((heads, capacity // block_size, dim))
+    for start in range(0, length, block_size):
+        summary[:, start // block_size] = REDUCE[name](
+            keys[:, start : min(start + block_size, length)].astype(np.float64), axis=1
+        )
+    return summary
+
+
 def plain_mean_score(queries: np.ndarray, keys: np.ndarray) -> float:
     """s = (1 / B) sum over keys of q . k, for each of the G root queries [G, D]; then the groups' average."""
     scores = [sum(float(q @ k) for k in keys) / len(keys) for q in queries]
