@@ -92,7 +92,9 @@ def make_wrong_drafter(num_speculative_tokens: int) -> Any:
     return WrongDrafter(num_speculative_tokens)
 
 
-def filled_state(model: Any, length: int, batch: int, max_model_len: int, num_nodes: int) -> Any:
+def filled_state(
+    model: Any, length: int, batch: int, max_model_len: int, num_nodes: int, sparsity: Any = None
+) -> Any:
     """A state with `length` committed positions of random K/V, in the bucket the engine would choose."""
     import jax
     import jax.numpy as jnp
@@ -102,20 +104,26 @@ def filled_state(model: Any, length: int, batch: int, max_model_len: int, num_no
 
     bucket = bucket_for(length + num_nodes, largest_bucket(max_model_len, num_nodes))
     request = make_request([length] * batch, [length + (1 << 20)] * batch)
-    state = start_state(model.target, request, capacity=bucket)
+    state = start_state(model.target, request, capacity=bucket, sparsity=sparsity)
     keys = iter(jax.random.split(jax.random.key(0), 2 * model.target.config.num_layers))
     cache = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape, x.dtype), state.cache)
-    return dataclasses.replace(state, cache=cache, lengths=jnp.full((batch,), length, jnp.int32))
+    lengths = jnp.full((batch,), length, jnp.int32)
+    summaries = state.summaries
+    if summaries is not None:
+        from sv_jax.sparsity.summaries import update_summaries
+
+        summaries = update_summaries(summaries, cache, jnp.zeros_like(lengths), lengths, bucket)
+    return dataclasses.replace(state, cache=cache, summaries=summaries, lengths=lengths)
 
 
 class Timed:
     """One slice program on one state; `run` times `steps` steps and puts the lengths back."""
 
-    def __init__(self, model: Any, drafter: Any, state: Any, steps: int) -> None:
+    def __init__(self, model: Any, drafter: Any, state: Any, steps: int, sparsity: Any = None) -> None:
         import jax
         import jax.numpy as jnp
 
-        self.model, self.drafter, self.state = model, drafter, state
+        self.model, self.drafter, self.state, self.sparsity = model, drafter, state, sparsity
         self.steps = jnp.int32(steps)
         self.lengths = jax.device_get(state.lengths)
         # Twice: the second call differs from the first in how its arrays are placed, and is traced anew.
@@ -131,7 +139,9 @@ class Timed:
 
         before = int(self.state.steps)
         started = time.perf_counter()
-        state = decode_slice(self.model.target, self.model.params, self.drafter, self.state, self.steps)
+        state = decode_slice(
+            self.model.target, self.model.params, self.drafter, self.state, self.steps, None, self.sparsity
+        )
         jax.block_until_ready(state.lengths)
         elapsed = time.perf_counter() - started
         done = int(state.steps) - before
