@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 from sv_jax.builtin_prompts import BUILTIN_PROMPTS
 from sv_jax.config import UserError
 from sv_jax.interrupts import INTERRUPTED, deferred_interrupts
-from sv_jax.options import GenerateOptions, flag, parse_options
-from sv_jax.summary import jsonable, lossless_lines, summary_lines
+from sv_jax.option_table import flag
+from sv_jax.options import GenerateOptions, parse_options
+from sv_jax.sparsity_options import read_sparsity_options
+from sv_jax.summary import jsonable, lossless_lines, provenance_lines, summary_lines
 from sv_jax.text_output import live_printer, print_rows
 
 if TYPE_CHECKING:
@@ -72,7 +74,7 @@ def _read_prompt_file(name: str) -> tuple[str, ...]:
 
 
 def request_settings(options: GenerateOptions) -> dict[str, Any]:
-    """What the engine is asked for, beside the prompts."""
+    """What the engine is asked for, beside the prompts. Raises UserError for a bad --sparsity file."""
     return {
         "max_new_tokens": options.max_new_tokens,
         "min_new_tokens": options.min_new_tokens,
@@ -84,11 +86,12 @@ def request_settings(options: GenerateOptions) -> dict[str, Any]:
         "ignore_eos": options.ignore_eos,
         "logprobs": options.logprobs,
         "max_batch_size": options.max_batch_size,
+        "sparsity": read_sparsity_options(options),
     }
 
 
 def prepare(
-    options: GenerateOptions, mesh: tuple[int, int], prompts: Sequence[str]
+    options: GenerateOptions, settings: dict[str, Any], mesh: tuple[int, int], prompts: Sequence[str]
 ) -> tuple[LanguageModel, list[list[int]]]:
     """The model with its weights, and the prompts' token ids. Bad requests are refused before the weights."""
     from sv_jax import sharding
@@ -106,7 +109,10 @@ def prepare(
     say(model.provenance)
     say(f"{model.sharding.describe()}; {model.dtype}, context of {model.max_model_len} tokens")
     encoded = [model.encode_prompt(prompt, chat=options.chat) for prompt in prompts]
-    model.check_request(encoded, **request_settings(options))
+    model.check_request(encoded, **settings)
+    if (sparsity := settings["sparsity"]) is not None:
+        lines = [*model.describe_sparsity(sparsity), *provenance_lines(sparsity, model.checkpoint.sha256)]
+        say("\n".join(lines))
     warn_about_idle_devices(mesh, len(prompts))
     model.load_weights()
     return model, encoded
@@ -121,14 +127,18 @@ def warn_about_idle_devices(mesh: tuple[int, int], rows: int) -> None:
 
 
 def decode(
-    options: GenerateOptions, model: LanguageModel, prompts: Sequence[str], encoded: list[list[int]]
+    options: GenerateOptions,
+    settings: dict[str, Any],
+    model: LanguageModel,
+    prompts: Sequence[str],
+    encoded: list[list[int]],
 ) -> GenerationResult:
     """Generates, printing text as the options say; the first Ctrl-C ends it with what there is."""
     printer = live_printer(prompts, sys.stderr if options.json else sys.stdout) if options.stream else None
     with deferred_interrupts() as interrupted:
         result = model.generate(
             encoded,
-            **request_settings(options),
+            **settings,
             on_text=printer.on_text if printer else None,
             should_stop=interrupted,
         )
@@ -140,7 +150,7 @@ def decode(
 
 
 def compare(model: LanguageModel, result: GenerationResult, encoded: list[list[int]]) -> LosslessReport:
-    """Decodes once more, plainly and otherwise as it was asked for, and says how the two differ."""
+    """Decodes once more, plainly, densely and otherwise as it was asked for, and says how the two differ."""
     with deferred_interrupts() as interrupted:
         report = model.compare_with_plain(result, encoded, should_stop=interrupted)
     say("\n".join(lossless_lines(report)))
@@ -182,11 +192,11 @@ def json_line(result: GenerationResult, report: LosslessReport | None) -> str:
 
 def run(options: GenerateOptions) -> int:
     """One run of the command line. Returns the exit code."""
-    prompts = read_prompts(options)
+    settings, prompts = request_settings(options), read_prompts(options)
     from sv_jax.sharding import parse_mesh
 
-    model, encoded = prepare(options, parse_mesh(options.mesh), prompts)
-    result = decode(options, model, prompts, encoded)
+    model, encoded = prepare(options, settings, parse_mesh(options.mesh), prompts)
+    result = decode(options, settings, model, prompts, encoded)
     say("\n".join(summary_lines(result.stats.as_dict(), len(prompts), options.sampling)))
     code, report = 0, None
     if result.interrupted:

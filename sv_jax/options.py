@@ -3,93 +3,69 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from sv_jax.config import Range, UserError
+from sv_jax.option_table import (
+    Kind,
+    Option,
+    at_least,
+    check_exclusive,
+    check_value,
+    declare,
+    flag,
+    from_command_line,
+    override,
+)
 from sv_jax.sampling_params import GREEDY, RANGES, SamplingParams
+from sv_jax.sparsity.config import PAPER_L0, PAPER_RHO
+from sv_jax.sparsity_options import SPARSE_ONLY, attention_option, refuse_what_dense_ignores
 from sv_jax.text_output import MARKS
-
-T = TypeVar("T")
-Kind = Literal["text", "texts", "number", "real", "flag"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """What one field of GenerateOptions accepts, and how it is explained."""
-
-    kind: Kind
-    help: str
-    metavar: str | None = None
-    range: Range | None = None  # of numbers and reals, always there
-    choices: tuple[str, ...] = ()  # texts that are names, () allows any; words that stand for a number
-    blank: bool = False  # texts: may be white space
-
-    @property
-    def allowed(self) -> str:
-        if self.range:
-            return ", or ".join([self.range.allowed, *self.choices])
-        if self.choices:
-            return ", ".join(self.choices)
-        unwanted = "empty" if self.blank else "blank"
-        return {
-            "text": "text that is not empty",
-            "texts": f"Unicode text that is not {unwanted}, or a list of such texts",
-            "flag": "true or false",
-        }[self.kind]
-
-
-def _option(default: T, kind: Kind, help: str, **limits: Any) -> T:
-    return dataclasses.field(default=default, metadata={"option": Option(kind, help, **limits)})
 
 
 def _sampling_option(name: str, metavar: str, help: str) -> Any:
     limits = RANGES[name]
     kind: Kind = "number" if limits.type is int else "real"
-    return _option(getattr(GREEDY, name), kind, help, metavar=metavar, range=limits)
-
-
-def _at_least(minimum: int) -> Range:
-    return Range(int, lambda value: value >= minimum, f"a whole number of at least {minimum}")
+    return declare(getattr(GREEDY, name), kind, help, metavar=metavar, range=limits)
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerateOptions:
     """Everything that a run of the command line needs, with its defaults."""
 
-    model: str = _option(
+    model: str = declare(
         "smollm2-135m",
         "text",
         "a registry name, a Hugging Face directory, a .gguf file, or a hub id org/name",
         metavar="M",
     )
-    prompt: tuple[str, ...] = _option(
+    prompt: tuple[str, ...] = declare(
         (), "texts", "a prompt; repeat it for several (default: four built-in prompts)", metavar="P"
     )
-    prompt_file: str | None = _option(
+    prompt_file: str | None = declare(
         None,
         "text",
         "prompts from a UTF-8 file, one a line, blank lines are skipped; - is standard input",
         metavar="F",
     )
-    chat: bool | None = _option(
+    chat: bool | None = declare(
         None, "flag", "put prompts into the chat template (default: where the model has one)"
     )
-    mesh: str = _option("1x1", "text", "devices as DATAxMODEL, such as 4x2; emulated on CPU", metavar="DxM")
-    max_new_tokens: int = _option(
-        128, "number", "tokens generated per prompt", metavar="N", range=_at_least(1)
+    mesh: str = declare("1x1", "text", "devices as DATAxMODEL, such as 4x2; emulated on CPU", metavar="DxM")
+    max_new_tokens: int = declare(
+        128, "number", "tokens generated per prompt", metavar="N", range=at_least(1)
     )
-    min_new_tokens: int = _option(
-        0, "number", "no end-of-sequence token before that many tokens", metavar="N", range=_at_least(0)
+    min_new_tokens: int = declare(
+        0, "number", "no end-of-sequence token before that many tokens", metavar="N", range=at_least(0)
     )
-    stop: tuple[str, ...] = _option(
+    stop: tuple[str, ...] = declare(
         (), "texts", "a text that ends the output; repeat it for several", metavar="S", blank=True
     )
-    include_stop: bool = _option(False, "flag", "leave the stop text in the output")
+    include_stop: bool = declare(False, "flag", "leave the stop text in the output")
     temperature: float = _sampling_option(
         "temperature", "T", "0 takes the most likely token, above 0 samples"
     )
@@ -110,47 +86,83 @@ class GenerateOptions:
     frequency_penalty: float = _sampling_option(
         "frequency_penalty", "X", "above 0 makes tokens of the output less likely, each time"
     )
-    num_speculative_tokens: int | str = _option(
+    num_speculative_tokens: int | str = declare(
         7,
         "number",
         "drafted tokens per step, a step verifies one more; auto: as many as pay",
         metavar="K",
-        range=_at_least(0),
+        range=at_least(0),
         choices=("auto",),
     )
-    draft_method: str = _option(
+    draft_method: str = declare(
         "prompt-lookup", "text", "where drafts come from", choices=("prompt-lookup", "none")
     )
-    dtype: str | None = _option(
+    verify: str = declare(
+        "dense",
+        "text",
+        "sparse reads less of the KV cache, which may change the text (lossy)",
+        choices=("dense", "sparse"),
+    )
+    sparsity: str | None = declare(
+        None,
+        "text",
+        "with --verify sparse: what is read, from a TOML file such as those in configs/sparsity; each of the "
+        "options below wins over it",
+        metavar="F.toml",
+    )
+    l0: int | None = attention_option(
+        "l0", "N", f"tokens of context up to which all is read (default: {PAPER_L0}; with --keep 0)"
+    )
+    rho: float | None = attention_option(
+        "rho", "X", f"share that is read of the tokens beyond (default: {PAPER_RHO:g})"
+    )
+    keep: float | None = attention_option("keep", "X", "in place of both: share of the context that is read")
+    block_size: int | None = attention_option(
+        "block_size", "N", "tokens of a block, which is read or left out"
+    )
+    sink_blocks: int | None = attention_option("sink_blocks", "N", "first blocks that are always read")
+    local_blocks: int | None = attention_option("local_blocks", "N", "last blocks that are always read")
+    score: str | None = attention_option(
+        "score", None, "how other blocks are ranked: by their mean key, or by a bound of their keys"
+    )
+    anchors: tuple[int, ...] | None = attention_option(
+        "anchors",
+        "I,J,..",
+        "layers that choose blocks; others take the choice of the last one before (default: all choose)",
+    )
+    dense_layers: tuple[int, ...] | None = attention_option(
+        "dense_layers", "I,J,..", "layers that read everything (default: none)"
+    )
+    dtype: str | None = declare(
         None,
         "text",
         "of weights and cache (default: float32 on CPU, bfloat16 elsewhere)",
         choices=("float32", "bfloat16"),
     )
-    max_model_len: int | None = _option(
+    max_model_len: int | None = declare(
         None,
         "number",
         "tokens of prompt and output together (default: the model's)",
         metavar="N",
-        range=_at_least(2),
+        range=at_least(2),
     )
-    max_batch_size: int = _option(16, "number", "prompts decoded at a time", metavar="B", range=_at_least(1))
-    ignore_eos: bool = _option(False, "flag", "go on after an end-of-sequence token")
-    check_lossless: bool = _option(
+    max_batch_size: int = declare(16, "number", "prompts decoded at a time", metavar="B", range=at_least(1))
+    ignore_eos: bool = declare(False, "flag", "go on after an end-of-sequence token")
+    check_lossless: bool = declare(
         False, "flag", "also decode plainly and compare; a difference beyond near-ties exits with 1"
     )
-    logprobs: int = _option(
+    logprobs: int = declare(
         0,
         "number",
         "with --json: log-probabilities of each token and of the N most likely ones",
         metavar="N",
         range=Range(int, lambda value: 0 <= value <= 20, "a whole number from 0 to 20"),
     )
-    json: bool = _option(
+    json: bool = declare(
         False, "flag", "end standard output with one JSON object; all else goes to standard error"
     )
-    stream: bool = _option(True, "flag", "print text while it is generated")
-    cache_dir: str | None = _option(
+    stream: bool = declare(True, "flag", "print text while it is generated")
+    cache_dir: str | None = declare(
         None, "text", "where fetched and converted weights go (default: the user's cache)", metavar="DIR"
     )
 
@@ -163,45 +175,6 @@ OPTIONS: dict[str, Option] = {
     field.name: field.metadata["option"] for field in dataclasses.fields(GenerateOptions)
 }
 DEFAULTS = GenerateOptions()
-# Two ways to say the same thing: one of them per source, and the command line's one counts.
-EXCLUSIVE = ("prompt", "prompt_file")
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def check_value(option: Option, value: Any, label: str) -> Any:
-    """`value` in the type of its field. Raises UserError, starting with `label`, for what is not allowed."""
-    refusal = UserError(f"{label} {value!r} is not allowed; allowed: {option.allowed}")
-    if option.kind == "texts":
-        texts = (value,) if isinstance(value, str) else value
-        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-            raise refusal
-        if bad := [
-            text for text in texts if not (text if option.blank else text.strip()) or not _is_unicode(text)
-        ]:
-            raise UserError(f"{label} {bad[0]!r} is not allowed; allowed: {option.allowed}")
-        return tuple(texts)
-    if option.range:
-        with contextlib.suppress(UserError):
-            return value if value in option.choices else option.range.check(label, value)
-        raise refusal
-    if type(value) is not {"text": str, "flag": bool}[option.kind]:
-        raise refusal
-    if option.kind == "text" and (not value or (option.choices and value not in option.choices)):
-        raise refusal
-    return value
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether `text` has no surrogates: Python puts them where an argument's bytes are not UTF-8."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def check_exclusive(values: Mapping[str, Any], spell: str) -> None:
-    if all(name in values for name in EXCLUSIVE):
-        raise UserError(f"{spell} gives both prompt and prompt-file; allowed: one of the two")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -243,14 +216,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _from_command_line(name: str, value: Any) -> Any:
-    option = OPTIONS[name]
-    if option.range:
-        with contextlib.suppress(ValueError):  # check_value names it
-            value = option.range.type(value)
-    return check_value(option, value, flag(name))
-
-
 def read_toml(path: str) -> dict[str, Any]:
     """Options of a TOML file, by field name; keys may be written with dashes or underscores.
 
@@ -278,12 +243,13 @@ def parse_options(arguments: Sequence[str] | None = None) -> GenerateOptions:
     """Defaults, then the TOML file's values, then the command line's. Raises UserError for bad input."""
     given = vars(build_parser().parse_args(arguments))
     config = given.pop("config", None)
-    command = {name: _from_command_line(name, value) for name, value in given.items()}
+    command = {name: from_command_line(OPTIONS[name], value, flag(name)) for name, value in given.items()}
     check_exclusive(command, "the command line")
     values = read_toml(config) if config is not None else {}
-    if any(name in command for name in EXCLUSIVE):
-        values = {name: value for name, value in values.items() if name not in EXCLUSIVE}
-    options = GenerateOptions(**(values | command))
+    if command.get("verify") == "dense":  # switches a TOML file's sparse verification off
+        values = {name: value for name, value in values.items() if name not in SPARSE_ONLY}
+    options = GenerateOptions(**override(values, command))
+    refuse_what_dense_ignores(options, command, f"--config {config!r}")
     if options.min_new_tokens > options.max_new_tokens:
         raise UserError(
             f"{flag('min_new_tokens')} {options.min_new_tokens} is not allowed; "

@@ -11,11 +11,12 @@ from sv_jax.sampling_params import GREEDY, SamplingParams
 
 if TYPE_CHECKING:  # importing the engine imports JAX, which --help must not wait for
     from sv_jax.engine import LosslessReport
+    from sv_jax.sparsity.config import SparsityConfig
 
 BAR_WIDTH = 40
-DENSE = "verification was dense (every cached position was read), so the output "
-GREEDY_LAW = DENSE + "equals plain greedy decoding up to near-ties"
-SAMPLED_LAW = DENSE + "follows the law of plain sampling"
+GREEDY_LAW = "the output equals plain greedy decoding up to near-ties"
+SAMPLED_LAW = "the output follows the law of plain sampling"
+LONGEST_WORD = 16  # of a provenance: hashes are cut
 
 
 def jsonable(value: Any) -> Any:
@@ -41,9 +42,51 @@ def summary_lines(stats: Mapping[str, Any], rows: int, sampling: SamplingParams 
     ]  # fmt: skip
     if sampling != GREEDY:
         lines.insert(0, ("sampling", sampling_settings(sampling)))
+    reads = stats["sparse_attention"]
+    if reads is not None:
+        lines.append(("cache reads", _cache_reads(reads)))
     text = [f"{name:<11} {value}" for name, value in lines]
+    return [*text, *histogram_lines(stats["acceptance_histogram"]), law_line(sampling, reads)]
+
+
+def law_line(sampling: SamplingParams, reads: Mapping[str, Any] | None) -> str:
+    """How the text relates to plain decoding's. reads: of SparseAttentionStats; None: dense verification."""
     law = GREEDY_LAW if sampling.greedy else SAMPLED_LAW
-    return [*text, *histogram_lines(stats["acceptance_histogram"]), law]
+    if reads is None:
+        return f"verification was dense (every cached position was read), so {law}"
+    sparse, total = reads["sparse_row_steps"], reads["row_steps"]
+    if not sparse:
+        return f"verification was sparse, but no step had so much context that it left any out, so {law}"
+    share = _percent(sparse / total)
+    return (
+        f"verification was sparse, which is lossy: {sparse} of {total} row-steps ({share}) left a part "
+        "of the cache out; the output may differ from plain decoding"
+    )
+
+
+def provenance_lines(sparsity: SparsityConfig, sha256: str | None) -> list[str]:
+    """Where the figures of a sparsity file come from, if it says so, and whether that was another model.
+
+    Args:
+      sha256: of the file that the model's weights come from; None: unknown.
+    """
+    provenance = dict(sparsity.provenance)
+    if not provenance:
+        return []
+    told = ", ".join(f"{key} {_beginning(value)}" for key, value in provenance.items())
+    lines = [f"  the sparsity file says where its figures come from: {told}"]
+    named = provenance.get("model_sha256")
+    if named is not None and sha256 is not None and named != sha256:
+        lines.append(
+            f"warning: the sparsity file is about another model: model_sha256 {_beginning(named)}, "
+            f"but this one's is {_beginning(sha256)}"
+        )
+    return lines
+
+
+def _beginning(value: Any) -> str:
+    words = str(value).split()
+    return " ".join(word if len(word) <= LONGEST_WORD else word[: LONGEST_WORD - 1] + "…" for word in words)
 
 
 def sampling_settings(sampling: SamplingParams) -> str:
@@ -98,6 +141,18 @@ def _latency(stats: Mapping[str, Any]) -> str:
     first, later = stats["ttft_seconds"], stats["tpot_seconds"]
     per_token = None if later is None else 1000 * later
     return f"first token (TTFT) {_number(first, 2)} s, each further one (TPOT) {_number(per_token, 1)} ms"
+
+
+def _cache_reads(reads: Mapping[str, Any]) -> str:
+    names = ("kv_blocks", "dense_kv_blocks", "bytes", "dense_bytes")
+    values = [reads[f"{name}_per_token"] for name in names]
+    if None in values:
+        return "none"
+    blocks, dense_blocks, size, dense_size = values
+    return (
+        f"{blocks:.1f} KV blocks ({size / 1e6:.1f} MB) per token; dense: {dense_blocks:.1f} "
+        f"({dense_size / 1e6:.1f} MB)"
+    )
 
 
 def _drafts(stats: Mapping[str, Any]) -> str:

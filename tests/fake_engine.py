@@ -27,6 +27,16 @@ STATS = {
     "plain_steps": 1,
     "compile_seconds": 1.5,
     "load_seconds": float("nan"),
+    "sparse_attention": None,
+}
+SPARSE = {  # in its place where the run was asked for sparsity
+    "row_steps": 40,
+    "sparse_row_steps": 30,
+    "kv_blocks_per_token": 12.25,
+    "dense_kv_blocks_per_token": 50.0,
+    "bytes_per_token": 3.46e6,
+    "summary_bytes_per_token": 0.2e6,
+    "dense_bytes_per_token": 12.8e6,
 }
 
 
@@ -54,13 +64,24 @@ class FakeModel:
 
     name, provenance, dtype, max_model_len = "fake", "fake, made up", "float32", 64
 
-    def __init__(self, mesh, stop_after=None, lossless=True, stop_comparison=False, logprobs=None):
+    def __init__(
+        self,
+        mesh,
+        stop_after=None,
+        lossless=True,
+        stop_comparison=False,
+        logprobs=None,
+        sha256=None,
+        sparse=None,
+    ):
         self.sharding = SimpleNamespace(describe=lambda: f"mesh {mesh[0]}x{mesh[1]} of fake devices")
         self.calls: list[str] = []
         self.stop_after = stop_after  # slices, then SIGINT arrives
         self.lossless = lossless
         self.stop_comparison = stop_comparison
         self.logprobs = logprobs
+        self.checkpoint = SimpleNamespace(sha256=sha256)
+        self.sparse = sparse or {}  # changes to SPARSE
         self.arguments: dict = {}
         self.checked: dict = {}
 
@@ -73,6 +94,10 @@ class FakeModel:
         self.checked = settings
         if too_long := [p for p in prompts if len(p) >= self.max_model_len]:
             raise UserError(f"prompt has {len(too_long[0])} tokens; allowed: {self.max_model_len - 1}")
+
+    def describe_sparsity(self, sparsity):
+        self.calls.append("describe")
+        return [f"reads {sparsity.attention.budget}", "  of a fake"]
 
     def load_weights(self):
         self.calls.append("weights")
@@ -104,7 +129,8 @@ class FakeModel:
             for prompt, row in zip(prompts, rows)
         ]
         interrupted = any(o.finish_reason == "interrupted" for o in outputs)
-        stats = SimpleNamespace(as_dict=lambda: STATS)
+        sparse = None if arguments["sparsity"] is None else SPARSE | self.sparse
+        stats = SimpleNamespace(as_dict=lambda: STATS | {"sparse_attention": sparse})
         return SimpleNamespace(outputs=outputs, stats=stats, interrupted=interrupted)
 
     def compare_with_plain(self, result, prompts, *, should_stop):

@@ -14,7 +14,7 @@ from sv_jax import generate
 from sv_jax.builtin_prompts import BUILTIN_PROMPTS
 from sv_jax.config import UserError
 from sv_jax.engine import TokenLogprob
-from sv_jax.options import flag
+from sv_jax.option_table import flag
 from sv_jax.sampling_params import SamplingParams
 from tests.fake_engine import ROOT, STATS, FakeModel, python, run
 
@@ -93,6 +93,7 @@ def test_options_reach_the_engine(fake, capsys, tmp_path):
         "ignore_eos": True,
         "logprobs": 0,
         "max_batch_size": 3,
+        "sparsity": None,
     }
 
 

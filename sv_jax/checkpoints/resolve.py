@@ -26,12 +26,14 @@ class Checkpoint:
     directory: Hugging Face layout (config.json, *.safetensors, tokenizer.json, ...).
     eos_token_ids: generation_config.json's, else config.json's, else the tokenizer's; () if none.
     provenance: one line for tables, e.g. "smollm2-135m, dequantised from the published GGUF (...)".
+    sha256: of the file that the directory was converted from; None: unknown.
     """
 
     directory: Path
     config: ModelConfig
     eos_token_ids: tuple[int, ...]
     provenance: str
+    sha256: str | None = None
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer(self.directory, eos_token_ids=self.eos_token_ids)
@@ -78,9 +80,14 @@ def resolve(
     )
 
 
-def _from_directory(directory: Path, provenance: str) -> Checkpoint:
+def _from_directory(directory: Path, provenance: str, sha256: str | None = None) -> Checkpoint:
     config = read_config(directory)
-    return Checkpoint(directory, config, eos_token_ids(directory), provenance)
+    return Checkpoint(directory, config, eos_token_ids(directory), provenance, sha256)
+
+
+def _from_converted(directory: Path) -> Checkpoint:
+    record = read_json(directory / PROVENANCE_NAME)
+    return _from_directory(directory, record["provenance"], record["sha256"])
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
@@ -137,7 +144,7 @@ def _find_converted(relative: Path, cache: Path) -> Checkpoint | None:
     roots = [cache, caches.fallback_path()] if caches.is_own(caches.fallback_path()) else [cache]
     for directory in (root / relative for root in roots):
         if (directory / PROVENANCE_NAME).exists():
-            return _from_directory(directory, read_json(directory / PROVENANCE_NAME)["provenance"])
+            return _from_converted(directory)
     return None
 
 
@@ -149,4 +156,4 @@ def _convert(gguf: Path, target: Path, dtype: str, record: dict, cache: Path, pr
         record = {**record, "dtype": dtype, "converter_version": gguf_convert.CONVERTER_VERSION}
         (work / PROVENANCE_NAME).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         caches.publish(work, target)
-    return _from_directory(target, record["provenance"])
+    return _from_converted(target)

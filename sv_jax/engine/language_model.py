@@ -28,7 +28,7 @@ from sv_jax.model.transformer import Params, Transformer, abstract_params
 from sv_jax.sampling_params import GREEDY, SamplingParams
 from sv_jax.sharding import Sharding, ensure_devices, make_sharding
 from sv_jax.sparsity.config import AttentionSparsity, SparsityConfig
-from sv_jax.sparsity.plan import SparsityPlan, make_plan
+from sv_jax.sparsity.plan import SparsityPlan, describe, make_plan
 
 DTYPES = ("float32", "bfloat16")
 DEFAULT_MODEL = "smollm2-135m"
@@ -144,6 +144,10 @@ class LanguageModel:
             return None
         plan = make_plan(settings.sparsity, self.checkpoint.config)
         return jax.device_put(plan, self.sharding.named())
+
+    def describe_sparsity(self, sparsity: SparsityConfig) -> list[str]:
+        """What verification will leave out, in lines. Raises UserError for what `generate` would refuse."""
+        return describe(make_plan(sparsity, self.checkpoint.config))
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
         if not prompts:
