@@ -10,7 +10,7 @@ import numpy as np
 
 from sv_jax.config import ModelConfig
 from sv_jax.sparsity.plan import AttentionPlan
-from sv_jax.sparsity.summaries import STATISTICS
+from sv_jax.sparsity.reads import kv_bytes, summary_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ def count_reads(
     """
     lengths, blocks, tokens = (np.concatenate(parts) for parts in zip(*map(_row_reads, rows, prompt_lengths)))
     held = -(-lengths // plan.block_size)
-    heads, position_bytes = model.num_kv_heads, 2 * model.head_dim * jnp.dtype(dtype).itemsize
+    heads, position_bytes = model.num_kv_heads, kv_bytes(model, jnp.dtype(dtype).itemsize)
     whole, positions = np.zeros_like(lengths), np.zeros_like(lengths)
     for layer, anchor in enumerate(plan.anchor_of):
         window = model.sliding_window(layer)
@@ -102,8 +102,6 @@ def count_reads(
         whole += heads * (held if anchor is None else held - (lengths - seen) // plan.block_size)
     dense = blocks == 0
     dense_bytes = positions * position_bytes
-    statistics = len(plan.anchors) * heads * len(STATISTICS[plan.score])
-    summary_bytes = np.where(dense, 0, statistics * held * model.head_dim * 4)  # float32
     return ReadCounts(
         tokens=int(tokens.sum()),
         row_steps=len(lengths),
@@ -111,7 +109,7 @@ def count_reads(
         kv_blocks=int(np.where(dense, whole, blocks).sum()),
         dense_kv_blocks=int(whole.sum()),
         kv_bytes=int(np.where(dense, dense_bytes, blocks * plan.block_size * position_bytes).sum()),
-        summary_bytes=int(summary_bytes.sum()),
+        summary_bytes=int(np.where(dense, 0, summary_bytes(plan, model, lengths)).sum()),
         dense_bytes=int(dense_bytes.sum()),
     )
 

@@ -17,20 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from sv_jax.config import UserError
-from sv_jax.engine.buckets import bucket_for, largest_bucket
-from sv_jax.engine.decoding import plan_prefill, prefill, start
 from sv_jax.engine.language_model import LanguageModel
-from sv_jax.evaluation.selectors import SELECTORS, block_masses, make_scorer
+from sv_jax.evaluation.selectors import SELECTORS, make_scorer
 from sv_jax.evaluation.texts import Case
-from sv_jax.model.cache import KVCache, LayerKV
+from sv_jax.evaluation.true_steps import DensePass, chain, true_steps
+from sv_jax.model.cache import KVCache
 from sv_jax.model.transformer import Params, Transformer
 from sv_jax.sparsity.config import SCORES, AttentionSparsity, SparsityConfig
 from sv_jax.sparsity.plan import AttentionPlan, make_plan
 from sv_jax.sparsity.reads import kv_bytes, summary_bytes
 from sv_jax.sparsity.selection import make_chooser
-from sv_jax.sparsity.summaries import STATISTICS, BlockSummaries, start_summaries, update_summaries
-from sv_jax.speculation.request import make_request
-from sv_jax.speculation.types import Draft
+from sv_jax.sparsity.summaries import STATISTICS, BlockSummaries
 from sv_jax.speculation.verify import verify
 
 
@@ -75,49 +72,6 @@ class Compared(NamedTuple):
     kv_blocks: jax.Array  # int32[B]
 
 
-class DensePass(NamedTuple):
-    logits: jax.Array  # float32[B, T, V]
-    new_kv: tuple[LayerKV, ...]
-    masses: dict[int, tuple[jax.Array, ...]]  # by block size, per layer float32[B, K, S / block_size]
-    right: jax.Array  # bool[B, T]
-
-
-def _chain(tokens: jax.Array) -> Draft:
-    parents = jnp.arange(-1, tokens.shape[1] - 1, dtype=jnp.int32)
-    return Draft(tokens, jnp.broadcast_to(parents, tokens.shape))
-
-
-@partial(jax.jit, static_argnames=("target", "block_sizes"))
-def dense_pass(
-    target: Transformer,
-    params: Params,
-    cache: KVCache,
-    lengths: jax.Array,
-    tokens: jax.Array,
-    following: jax.Array,
-    *,
-    block_sizes: tuple[int, ...],
-) -> DensePass:
-    """A dense step over T true tokens, and the attention that it paid to each block.
-
-    Args:
-      tokens: int32[B, T], the first at position lengths[b]. following: int32[B, T], what comes after each.
-    """
-    finest = min(block_sizes)
-    masses: list[jax.Array] = []
-
-    def watch(layer: int, q: jax.Array, cached: LayerKV, chosen: object) -> None:
-        masses.append(block_masses(q, cached, lengths, block_size=finest, layout=cache.layout))
-
-    verified = verify(target, params, cache, lengths, _chain(tokens), watch)
-    by_size = {
-        size: tuple(jnp.sum(m.reshape(*m.shape[:2], -1, size // finest), axis=-1) for m in masses)
-        for size in block_sizes
-    }
-    right = jnp.argmax(verified.logits, axis=-1) == following
-    return DensePass(verified.logits, verified.new_kv, by_size, right)
-
-
 @partial(jax.jit, static_argnames=("target", "selector"))
 def sparse_pass(
     target: Transformer,
@@ -127,6 +81,7 @@ def sparse_pass(
     lengths: jax.Array,
     tokens: jax.Array,
     following: jax.Array,
+    nodes: jax.Array,
     dense: DensePass,
     plan: AttentionPlan,
     key: jax.Array,
@@ -134,9 +89,10 @@ def sparse_pass(
     selector: str,
 ) -> Compared:
     """The same step with what `selector` chooses within the plan's budget."""
-    score = make_scorer(selector, plan, summaries, dense.masses[plan.block_size], key)
+    masses = dense.masses[plan.block_size]
+    score = make_scorer(selector, plan, summaries, masses, key, lengths, nodes)
     choose = make_chooser(plan, score, lengths, lengths > 0, model=target.config, sharding=target.sharding)
-    verified = verify(target, params, cache, lengths, _chain(tokens), choose)
+    verified = verify(target, params, cache, lengths, chain(tokens), choose)
     dense_law, law = (jax.nn.log_softmax(x) for x in (dense.logits, verified.logits))
     best = jnp.argmax(law, axis=-1)
     assert verified.reads is not None
@@ -146,42 +102,6 @@ def sparse_pass(
         right=best == following,
         kv_blocks=verified.reads,
     )
-
-
-@partial(jax.jit, donate_argnames=("cache", "summaries"))
-def _advance(
-    cache: KVCache,
-    summaries: dict[int, BlockSummaries],
-    lengths: jax.Array,
-    new_kv: tuple[LayerKV, ...],
-) -> tuple[KVCache, dict[int, BlockSummaries], jax.Array]:
-    """Commits the dense pass's tokens, all of them."""
-    num_tokens = new_kv[0][0].shape[1]
-    cache = cache.write(new_kv, lengths)
-    after = lengths + num_tokens
-    summaries = {
-        size: update_summaries(x, cache, lengths, after, num_tokens) for size, x in summaries.items()
-    }
-    return cache, summaries, after
-
-
-@partial(jax.jit, static_argnames=("target", "block_sizes", "statistics"))
-def _summarise_all(
-    target: Transformer,
-    cache: KVCache,
-    lengths: jax.Array,
-    *,
-    block_sizes: tuple[int, ...],
-    statistics: tuple[str, ...],
-) -> dict[int, BlockSummaries]:
-    """Every statistic of every layer, for each block size."""
-    every = {}
-    for size in block_sizes:
-        empty = start_summaries(
-            size, statistics, range(target.config.num_layers), target.config, cache.batch, cache.capacity
-        )
-        every[size] = update_summaries(empty, cache, jnp.zeros_like(lengths), lengths, cache.capacity)
-    return every
 
 
 def plan_of(setting: DriftSetting, model: LanguageModel) -> AttentionPlan:
@@ -219,61 +139,42 @@ def measure(
 
     Yields, per setting in order, a Measurement for each case.
     """
-    lengths = {(len(case.token_ids), case.measured) for case in cases}
-    if len(lengths) != 1:
-        raise ValueError(f"cases of {sorted(lengths)} (tokens, measured) in one batch; allowed: one of them")
-    ((total, measured),) = lengths
-    width = num_speculative_tokens + 1
-    prefix = total - measured - 1  # the first root predicts the first measured token
-    if prefix < 1:
-        raise UserError(f"a case of {total} tokens has {measured} measured; allowed: at most {total - 2}")
-    steps = -(-measured // width)
-    target, params = model.target, model.params
     plans = [plan_of(setting, model) for setting in settings]
     block_sizes = tuple(sorted({plan.block_size for plan in plans}))
     statistics = tuple(sorted({name for plan in plans for name in STATISTICS[plan.score]}))
-
-    capacity_limit = largest_bucket(model.max_model_len, width)
-    chunks = plan_prefill(target, len(cases), prefix, capacity_limit)
-    capacity = bucket_for(max(sum(chunks), prefix + steps * width), capacity_limit)
-    request = make_request([prefix] * len(cases), [total + width] * len(cases))
-    state = start(target, request, capacity=capacity)
-    state = prefill(target, params, [case.token_ids[:prefix] for case in cases], state, chunks)
-    cache, at = state.cache, state.lengths
-    summaries = _summarise_all(target, cache, at, block_sizes=block_sizes, statistics=statistics)
+    target, params = model.target, model.params
     tallies = [_Tally(len(cases)) for _ in settings]
-    ids = np.zeros((len(cases), total + width + 1), np.int32)
-    ids[:, :total] = [case.token_ids for case in cases]
-    dense_right = []
-    for step in range(steps):
-        first = prefix + step * width
-        tokens, following = (
-            jax.device_put(ids[:, i : i + width], target.sharding.named("batch", None))
-            for i in (first, first + 1)
-        )
-        count = min(width, total - 1 - first)  # nodes that predict a measured token
-        dense = dense_pass(target, params, cache, at, tokens, following, block_sizes=block_sizes)
-        dense_right.append(np.asarray(dense.right)[:, :count])
-        key = jax.random.fold_in(jax.random.key(seed), step)
+    dense_right: list[np.ndarray] = []
+    for step in true_steps(
+        model,
+        cases,
+        num_speculative_tokens=num_speculative_tokens,
+        block_sizes=block_sizes,
+        statistics=statistics,
+    ):
+        dense_right.append(np.asarray(step.dense.right)[:, : step.compared])
+        key = jax.random.fold_in(jax.random.key(seed), step.number)
         for setting, plan, tally in zip(settings, plans, tallies):
             compared = sparse_pass(
                 target,
                 params,
-                cache,
-                summaries[plan.block_size],
-                at,
-                tokens,
-                following,
-                dense,
+                step.cache,
+                step.summaries[plan.block_size],
+                step.lengths,
+                step.tokens,
+                step.following,
+                step.nodes,
+                step.dense,
                 plan,
                 key,
                 selector=setting.selector,
             )
-            _add(tally, compared, count, first, plan, setting, model)
-        cache, summaries, at = _advance(cache, summaries, at, dense.new_kv)
+            _add(tally, compared, step.compared, step.length, plan, setting, model)
     right = np.concatenate(dense_right, axis=1)
     for setting, tally in zip(settings, tallies):
-        yield [_measurement(case, row, setting, tally, steps, right) for row, case in enumerate(cases)]
+        yield [
+            _measurement(case, row, setting, tally, len(dense_right), right) for row, case in enumerate(cases)
+        ]
 
 
 def _add(

@@ -27,14 +27,20 @@ SELECTORS: tuple[str, ...] = (*SCORES, *CONTROLS)
 
 
 def block_masses(
-    q: jax.Array, cached: LayerKV, lengths: jax.Array, *, block_size: int, layout: Layout
+    q: jax.Array,
+    cached: LayerKV,
+    lengths: jax.Array,
+    nodes: jax.Array,
+    *,
+    block_size: int,
+    layout: Layout,
 ) -> jax.Array:
-    """float32[B, K, S / block_size]: attention that T tokens and G heads pay to each block, summed.
+    """float32[B, K, S / block_size]: attention that the tokens and G heads pay to each block, summed.
 
     Each token's and head's weights sum to 1 over the committed positions (not the step's own tokens).
 
     Args:
-      q: [B, T, H, D]. cached: K and V of the layer. lengths: int32[B].
+      q: [B, T, H, D]. cached: K and V of the layer. lengths: int32[B]. nodes: bool[B, T], tokens that count.
     """
     keys = cached[0]
     kv_axis, position_axis = layout.index("K"), layout.index("S")
@@ -49,7 +55,8 @@ def block_masses(
     slots = jnp.arange(keys.shape[position_axis], dtype=jnp.int32)
     mask = (slots < lengths[:, None])[:, None, None]
     weights, total, _ = masked_softmax(scores * q.shape[-1] ** -0.5, mask)
-    per_slot = jnp.sum(weights / jnp.where(total > 0, total, 1.0), axis=2)
+    share = jnp.tile(nodes, (1, rows.shape[2] // nodes.shape[1]))[:, None, :, None]
+    per_slot = jnp.sum(weights * share / jnp.where(total > 0, total, 1.0), axis=2)
     return jnp.sum(per_slot.reshape(*per_slot.shape[:2], -1, block_size), axis=-1)
 
 
@@ -59,6 +66,8 @@ def make_scorer(
     summaries: BlockSummaries,
     masses: Sequence[jax.Array],
     key: jax.Array,
+    lengths: jax.Array,
+    nodes: jax.Array,
 ) -> BlockScorer:
     """How `selector` ranks blocks.
 
@@ -66,9 +75,10 @@ def make_scorer(
       summaries: of the cache, of every layer that selects.
       masses: per layer, the dense pass's `block_masses` with the plan's block size; the oracle's alone.
       key: of this step; the random control's alone.
+      lengths: int32[B], committed tokens. nodes: bool[B, T], tokens of the step that exist.
     """
     if selector in SCORES:
-        return summary_scorer(plan, summaries)
+        return summary_scorer(plan, summaries, lengths, nodes)
 
     def score(layer: int, q: jax.Array) -> jax.Array:
         mass = masses[layer]

@@ -20,7 +20,7 @@ from typing import Any
 from sv_jax.config import Range, UserError
 
 BLOCK_SIZES = (16, 32, 64, 128)
-SCORES = ("mean", "bound")
+SCORES = ("mean", "bound", "mass")
 PAPER_L0, PAPER_RHO = 4096, 0.1
 INT_MAX = 2**31 - 1
 
@@ -57,7 +57,9 @@ class AttentionSparsity:
         1  # first blocks that are always read; inside the budget, and with the local ones its least
     )
     local_blocks: int = 2  # last blocks, the partly filled one included
-    score: str = "mean"  # how blocks are ranked: "mean" key (the paper), "bound" of keys (Quest)
+    # How blocks are ranked: by the root's product with the "mean" key (the paper) or a "bound" of the keys
+    # (Quest), or by the attention "mass" that all tokens of the step would pay (ours).
+    score: str = "mean"
     anchors: tuple[int, ...] | None = None  # layers that select; others reuse the last one's set. None: all
     dense_layers: tuple[int, ...] = ()  # layers that read everything
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from sv_jax.config import ModelConfig
 from sv_jax.sparsity.plan import AttentionPlan
-from sv_jax.sparsity.summaries import STATISTICS
+from sv_jax.sparsity.summaries import vectors_per_block
 
 SUMMARY_ITEMSIZE = 4  # float32
 
@@ -19,5 +19,5 @@ def kv_bytes(model: ModelConfig, itemsize: int) -> int:
 def summary_bytes(plan: AttentionPlan, model: ModelConfig, lengths: int | np.ndarray) -> int | np.ndarray:
     """Of the block summaries that a step's scores read, over layers and KV heads, at `lengths` tokens."""
     blocks = -(-lengths // plan.block_size)
-    vectors = len(plan.anchors) * model.num_kv_heads * blocks * len(STATISTICS[plan.score])
+    vectors = len(plan.anchors) * model.num_kv_heads * blocks * vectors_per_block(plan.score, plan.block_size)
     return vectors * model.head_dim * SUMMARY_ITEMSIZE

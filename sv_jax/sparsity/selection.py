@@ -8,12 +8,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.cache_attention.reference import masked_softmax, to_rows
 from sv_jax.config import ModelConfig
 from sv_jax.model.attention import BlockChooser, Selection
 from sv_jax.model.cache import LayerKV
 from sv_jax.sharding import Sharding
 from sv_jax.sparsity.plan import AttentionPlan
-from sv_jax.sparsity.summaries import BlockSummaries, LayerSummary
+from sv_jax.sparsity.summaries import KEYS_PER_MEAN, BlockSummaries, LayerSummary
 
 LAST = jnp.iinfo(jnp.int32).max  # index of an entry past the count: no block, and sorted last
 
@@ -32,18 +33,24 @@ def count_blocks(lengths: jax.Array, block_size: int) -> jax.Array:
     return (lengths + block_size - 1) // block_size
 
 
-def score_blocks(score: str, q: jax.Array, summary: LayerSummary) -> jax.Array:
-    """How much attention the root would pay to each block, up to a monotone function.
+def score_blocks(
+    score: str, q: jax.Array, summary: LayerSummary, lengths: jax.Array, nodes: jax.Array
+) -> jax.Array:
+    """How much attention a step would pay to each block, up to a monotone function.
 
     Args:
       score: "mean": q0 . mean key, the paper's s[h, b] = (1/B) sum q0 . k. "bound": Quest's upper bound
-        sum_i max(q0_i * low_i, q0_i * high_i) of q0 . k over the block.
+        sum_i max(q0_i * low_i, q0_i * high_i) of q0 . k over the block. Both are averaged over the G query
+        heads of a KV head. "mass": see `attention_mass`.
       q: [B, T, H, D] after RoPE; token 0 is the root.
       summary: see `summaries.STATISTICS`.
+      lengths: int32[B], committed tokens. nodes: bool[B, T], tokens of the step that are no empty slots.
 
     Returns:
-      float32[B, K, S / block_size], averaged over the G query heads of a KV head.
+      float32[B, K, S / block_size].
     """
+    if score == "mass":
+        return attention_mass(q, summary["fine_means"], lengths, nodes)
     some = next(iter(summary.values()))
     batch, kv_heads, _, head_dim = some.shape
     root = q[:, 0].astype(jnp.float32).reshape(batch, kv_heads, -1, head_dim)
@@ -53,6 +60,35 @@ def score_blocks(score: str, q: jax.Array, summary: LayerSummary) -> jax.Array:
     assert score == "bound", score
     above, below = (jnp.mean(clip(root, 0.0), axis=2) for clip in (jnp.maximum, jnp.minimum))
     return product(above, summary["high"]) + product(below, summary["low"])
+
+
+def attention_mass(q: jax.Array, fine_means: jax.Array, lengths: jax.Array, nodes: jax.Array) -> jax.Array:
+    """Estimate of the attention that the tokens of a step pay to each block. Not in the paper, which asks the
+    root alone, and one mean a block.
+
+    A few keys weigh about as much as their mean, as often as there are of them: exp(q . mean) * count. Each
+    query's weights are normalised over the committed positions, then summed over a block, over the G query
+    heads and over the tokens: a head that looks at one place counts for more than one that looks everywhere.
+
+    Args: as `score_blocks`; fine_means float32[B, K, M, vectors * D].
+
+    Returns:
+      float32[B, K, M].
+    """
+    batch, kv_heads, blocks, _ = fine_means.shape
+    rows = to_rows(q.astype(jnp.float32), kv_heads)  # [B, K, G * T, D]
+    means = fine_means.reshape(batch, kv_heads, -1, rows.shape[3])
+    scores = jax.lax.dot_general(
+        rows, means, (((3,), (3,)), ((0, 1), (0, 1))), precision=jax.lax.Precision.HIGHEST
+    )
+    starts = KEYS_PER_MEAN * jnp.arange(means.shape[2], dtype=jnp.int32)
+    count = jnp.clip(lengths[:, None] - starts, 0, KEYS_PER_MEAN)[:, None, None].astype(jnp.float32)
+    scores = scores * rows.shape[3] ** -0.5 + jnp.log(count)  # -inf where no key is
+    weights, total, _ = masked_softmax(scores, count > 0)
+    groups = rows.shape[2] // nodes.shape[1]
+    share = jnp.tile(nodes, (1, groups))[:, None, :, None] / jnp.where(total > 0, total, 1.0)
+    mass = jnp.sum(weights * share, axis=2)
+    return jnp.sum(mass.reshape(batch, kv_heads, blocks, -1), axis=-1)
 
 
 def select_blocks(
@@ -104,13 +140,15 @@ BlockScorer = Callable[[int, jax.Array], jax.Array]
 """(layer, q [B, T, H, D]) -> float32[B, K, S / block_size]."""
 
 
-def summary_scorer(plan: AttentionPlan, summaries: BlockSummaries) -> BlockScorer:
-    """Scores by the plan, from what is kept beside the cache."""
+def summary_scorer(
+    plan: AttentionPlan, summaries: BlockSummaries, lengths: jax.Array, nodes: jax.Array
+) -> BlockScorer:
+    """Scores by the plan, from what is kept beside the cache; lengths and nodes as in `score_blocks`."""
 
     def score(layer: int, q: jax.Array) -> jax.Array:
         summary = summaries.layers[layer]
         assert summary is not None
-        return score_blocks(plan.score, q, summary)
+        return score_blocks(plan.score, q, summary, lengths, nodes)
 
     return score
 

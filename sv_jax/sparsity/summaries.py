@@ -17,11 +17,27 @@ from sv_jax.model.cache import KVCache
 from sv_jax.sparsity.plan import AttentionPlan
 
 # What each score reads of a block.
-STATISTICS: Mapping[str, tuple[str, ...]] = {"mean": ("mean",), "bound": ("low", "high")}
+STATISTICS: Mapping[str, tuple[str, ...]] = {
+    "mean": ("mean",),
+    "bound": ("low", "high"),
+    "mass": ("fine_means",),
+}
+KEYS_PER_MEAN = 8  # of fine_means; divides every block size
 SUMMARY_AXES = ("batch", "kv_heads", None, None)
 
 LayerSummary = dict[str, jax.Array]
-"""Statistic -> float32[B, K, S / block_size, D], over a block's committed keys; 0 where it has none."""
+"""Statistic -> float32[B, K, S / block_size, vectors * D], of a block's committed keys; 0 where it has none.
+
+One vector, but for fine_means: a mean of every KEYS_PER_MEAN keys, side by side."""
+
+
+def vectors_per_block(score: str, block_size: int) -> int:
+    """Vectors of D numbers that a score reads for each block."""
+    return sum(_vectors(name, block_size) for name in STATISTICS[score])
+
+
+def _vectors(statistic: str, block_size: int) -> int:
+    return block_size // KEYS_PER_MEAN if statistic == "fine_means" else 1
 
 
 @jax.tree_util.register_dataclass
@@ -50,12 +66,15 @@ def start_summaries(
     capacity: int,
 ) -> BlockSummaries:
     """Of an empty cache of `capacity` positions; `layers` are those that have summaries."""
-    shape = (batch, model.num_kv_heads, capacity // block_size, model.head_dim)
+    shape = (batch, model.num_kv_heads, capacity // block_size)
+
+    def zeros(name: str) -> jax.Array:
+        return jnp.zeros((*shape, _vectors(name, block_size) * model.head_dim), jnp.float32)
 
     def layer(index: int) -> LayerSummary | None:
         if index not in layers:
             return None
-        return {name: jnp.zeros(shape, jnp.float32) for name in statistics}
+        return {name: zeros(name) for name in statistics}
 
     return BlockSummaries(tuple(layer(i) for i in range(model.num_layers)), block_size)
 
@@ -72,7 +91,7 @@ def summarise(keys: jax.Array, alive: jax.Array, names: tuple[str, ...]) -> Laye
       keys: [K, M, block_size, D]. alive: bool[M, block_size].
 
     Returns:
-      float32[K, M, D] each. Dead keys, which may be anything, play no part.
+      float32[K, M, vectors * D] each. Dead keys, which may be anything, play no part.
     """
     keys, mask = keys.astype(jnp.float32), alive[None, :, :, None]
     some = jnp.any(mask, axis=2)
@@ -85,9 +104,12 @@ def summarise(keys: jax.Array, alive: jax.Array, names: tuple[str, ...]) -> Laye
             return extreme(jnp.min, jnp.inf)
         if name == "high":
             return extreme(jnp.max, -jnp.inf)
-        assert name == "mean", name
-        count = jnp.maximum(jnp.sum(mask, axis=2), 1)
-        return jnp.sum(jnp.where(mask, keys, 0.0), axis=2) / count
+        assert name in ("mean", "fine_means"), name
+        size = keys.shape[2] if name == "mean" else KEYS_PER_MEAN
+        parts = (-1, size)  # of a block's keys
+        count = jnp.maximum(jnp.sum(mask.reshape(1, mask.shape[1], *parts, 1), axis=3), 1)
+        total = jnp.sum(jnp.where(mask, keys, 0.0).reshape(*keys.shape[:2], *parts, keys.shape[3]), axis=3)
+        return (total / count).reshape(*keys.shape[:2], -1)
 
     return {name: compute(name) for name in names}
 

@@ -95,6 +95,11 @@ def step(
 StepResults = tuple[Acceptance, tuple[LayerKV, ...], jax.Array | None, Logprobs | None]
 
 
+def existing_nodes(draft: Draft) -> jax.Array:
+    """bool[B, T]: the root and what is drafted, not the empty slots."""
+    return (draft.parents >= 0).at[:, 0].set(True)
+
+
 def verify_and_accept(
     target: Transformer,
     params: Params,
@@ -110,7 +115,7 @@ def verify_and_accept(
             raise ValueError("the state has no block summaries; start_state needs the same sparsity plan")
         choose = make_chooser(
             sparsity.attention,
-            summary_scorer(sparsity.attention, state.summaries),
+            summary_scorer(sparsity.attention, state.summaries, state.lengths, existing_nodes(draft)),
             state.lengths,
             ~state.finished,
             model=target.config,

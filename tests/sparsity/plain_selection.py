@@ -8,6 +8,8 @@ from fractions import Fraction
 
 import numpy as np
 
+from sv_jax.sparsity.summaries import KEYS_PER_MEAN
+
 
 def plain_tokens(length: int, l0: int, rho: str | Fraction) -> int:
     """Tokens that a KV head reads of `length` committed ones, in exact arithmetic."""
@@ -24,8 +26,14 @@ REDUCE = {"mean": np.mean, "low": np.min, "high": np.max}
 
 
 def plain_summary(name: str, keys: np.ndarray, length: int, block_size: int) -> np.ndarray:
-    """A statistic over each block's committed keys; 0 for blocks without any. [K, S, D] -> [K, M, D]."""
+    """A statistic over each block's committed keys; 0 for blocks without any. [K, S, D] -> [K, M, D].
+
+    fine_means are the means of blocks of KEYS_PER_MEAN keys, side by side: [K, M, vectors * D].
+    """
     heads, capacity, dim = keys.shape
+    if name == "fine_means":
+        fine = plain_summary("mean", keys, length, KEYS_PER_MEAN)
+        return fine.reshape(heads, capacity // block_size, -1)
     summary = np.zeros((heads, capacity // block_size, dim))
     for start in range(0, length, block_size):
         summary[:, start // block_size] = REDUCE[name](

@@ -127,9 +127,9 @@ def choose_all(plan: SparsityPlan, lengths, queries, keys, live):
     start = planned_summaries(plan, MODEL, ROWS, CAPACITY)
     summaries = update_summaries(start, cache, jnp.zeros_like(lengths), lengths, CAPACITY)
     sharding = make_target(MODEL).sharding
-    choose = make_chooser(
-        plan, summary_scorer(plan, summaries), lengths, live, model=MODEL, sharding=sharding
-    )
+    nodes = jnp.ones(queries[0].shape[:2], bool)
+    score = summary_scorer(plan, summaries, lengths, nodes)
+    choose = make_chooser(plan, score, lengths, live, model=MODEL, sharding=sharding)
     chosen = ()
     for layer, (q, k) in enumerate(zip(queries, keys)):
         chosen += (choose(layer, q, (k, k), chosen),)
@@ -219,13 +219,14 @@ def test_groups_of_query_heads():
     mean[0, 0, 3] = mean[0, 1, 4] = directions[0]  # what KV head 0's queries look for
     mean[0, 1, 2] = mean[0, 0, 1] = directions[1]  # what KV head 1's queries look for
     heads = [0] * group + [1] * group
+    everything = np.array([blocks], np.int32), np.ones((1, 1), bool)
     for order, expected in [(heads, [3, 2]), (heads[::-1], [1, 4])]:
         q = directions[order][None, None]
         for score, summary in [("mean", {"mean": mean}), ("bound", {"low": mean - 0.1, "high": mean + 0.1})]:
-            scores = score_blocks(score, q, summary)
+            scores = score_blocks(score, q, summary, *everything)
             assert np.argmax(scores, axis=-1).tolist() == [expected]
     q = directions[[0, 1] * group][None, None]  # interleaved: two of the three point elsewhere
-    scores = np.asarray(score_blocks("mean", q, {"mean": mean}))[0]
+    scores = np.asarray(score_blocks("mean", q, {"mean": mean}, *everything))[0]
     np.testing.assert_allclose(
         scores[:, [3, 1, 4, 2]], [[2 / 3, 1 / 3, 0, 0], [0, 0, 1 / 3, 2 / 3]], rtol=1e-6
     )

@@ -34,13 +34,14 @@ def check(summaries, cache, lengths):
 def test_statistics_by_definition(names):
     """Blocks that are full, partly filled, with one key and with none; NaN in dead keys changes no bit."""
     rng = np.random.default_rng(0)
-    keys = rng.normal(size=(2, 5, 4, 8)).astype(np.float32)
-    alive = np.arange(4) < np.array([4, 3, 1, 0, 4])[:, None]
+    size = 16
+    keys = rng.normal(size=(2, 5, size, 8)).astype(np.float32)
+    alive = np.arange(size) < np.array([16, 11, 1, 0, 8])[:, None]
     run = jax.jit(summarise, static_argnums=2)
     got = run(keys, alive, names)
     for name in names:
         for head, block in np.ndindex(2, 5):
-            expected = plain_summary(name, keys[head : head + 1, block], int(alive[block].sum()), 4)[0, 0]
+            expected = plain_summary(name, keys[head : head + 1, block], int(alive[block].sum()), size)[0, 0]
             np.testing.assert_allclose(got[name][head, block], expected, atol=1e-6)
     poisoned = run(np.where(alive[None, :, :, None], keys, np.nan), alive, names)
     jax.tree.map(np.testing.assert_array_equal, got, poisoned)
@@ -64,6 +65,8 @@ def test_bfloat16_keys_are_averaged_in_float32():
         (32, 40, "bound"),
         (64, 9, "mean"),
         (128, 9, "mean"),
+        (16, 5, "mass"),
+        (64, 20, "mass"),
     ],
 )
 def test_random_accepts_and_rejects(layout, block_size, num_tokens, score):
