@@ -22,7 +22,7 @@ STATISTICS: Mapping[str, tuple[str, ...]] = {
     "bound": ("low", "high"),
     "mass": ("fine_means",),
 }
-KEYS_PER_MEAN = 8  # of fine_means; divides every block size
+KEYS_PER_MEAN = 16  # of fine_means; divides every block size
 SUMMARY_AXES = ("batch", "kv_heads", None, None)
 
 LayerSummary = dict[str, jax.Array]
