@@ -123,7 +123,10 @@ class GenerateOptions:
     sink_blocks: int | None = attention_option("sink_blocks", "N", "first blocks that are always read")
     local_blocks: int | None = attention_option("local_blocks", "N", "last blocks that are always read")
     score: str | None = attention_option(
-        "score", None, "how other blocks are ranked: by their mean key, or by a bound of their keys"
+        "score",
+        None,
+        "how other blocks are ranked: by their mean key, by a bound of their keys, or by the attention "
+        "mass that a step's tokens would pay them",
     )
     anchors: tuple[int, ...] | None = attention_option(
         "anchors",

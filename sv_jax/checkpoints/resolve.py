@@ -87,7 +87,7 @@ def _from_directory(directory: Path, provenance: str, sha256: str | None = None)
 
 def _from_converted(directory: Path) -> Checkpoint:
     record = read_json(directory / PROVENANCE_NAME)
-    return _from_directory(directory, record["provenance"], record["sha256"])
+    return _from_directory(directory, record["provenance"], record.get("sha256"))
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:

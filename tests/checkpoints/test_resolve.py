@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import hashlib
 import json
 import os
 import tempfile
@@ -65,12 +66,14 @@ def test_a_directory_is_used_where_it_is(tmp_path):
     checkpoint = resolve(str(tmp_path / "model"), cache_directory=tmp_path / "cache")
     assert checkpoint.directory == tmp_path / "model"
     assert checkpoint.provenance == f"{tmp_path / 'model'}, local directory"
+    assert checkpoint.sha256 is None
     assert not (tmp_path / "cache").exists()
 
 
 def test_a_gguf_is_converted_once(tmp_path, gguf, monkeypatch):
     first = resolve(str(gguf), cache_directory=tmp_path / "cache", progress=False)
     assert first.provenance.startswith("tiny.gguf, dequantised from a local GGUF (sha256 ")
+    assert first.sha256 == hashlib.sha256(gguf.read_bytes()).hexdigest()
     monkeypatch.setattr(gguf_convert, "convert", None)
     monkeypatch.setattr(wheels, "file_sha256", None)  # a second start does not read the weights at all
     assert resolve(str(gguf), cache_directory=tmp_path / "cache") == first
