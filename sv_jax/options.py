@@ -7,9 +7,11 @@ import dataclasses
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from sv_jax.config import Range, UserError
+from sv_jax.option_parser import build_parser as table_parser
+from sv_jax.option_parser import options_of, parse_given
 from sv_jax.option_table import (
     Kind,
     Option,
@@ -18,7 +20,6 @@ from sv_jax.option_table import (
     check_value,
     declare,
     flag,
-    from_command_line,
     override,
 )
 from sv_jax.sampling_params import GREEDY, RANGES, SamplingParams
@@ -174,45 +175,17 @@ class GenerateOptions:
         return SamplingParams(**{name: getattr(self, name) for name in RANGES})
 
 
-OPTIONS: dict[str, Option] = {
-    field.name: field.metadata["option"] for field in dataclasses.fields(GenerateOptions)
-}
-DEFAULTS = GenerateOptions()
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line instead of the usage text: the caller prints it."""
-        raise UserError(f"{message}; --help lists what is allowed")
-
-
-def _help(name: str, option: Option) -> str:
-    default = getattr(DEFAULTS, name)
-    if default is None or default == ():  # the help says what happens then
-        return option.help.replace("%", "%%")
-    if option.kind == "flag":
-        default = "yes" if default else "no"
-    stated = f"{default:g}" if option.kind == "real" else default
-    return f"{option.help} (default: {stated})".replace("%", "%%")
+OPTIONS: dict[str, Option] = options_of(GenerateOptions)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line; options that are not given leave no trace, so that a TOML file can set them."""
-    parser = _Parser(
+    parser = table_parser(
+        GenerateOptions,
         prog="python -m sv_jax.generate",
         description="Generates text with speculative decoding: what the model alone would write.",
         epilog=MARKS,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
     )
-    for name, option in OPTIONS.items():
-        explanation = _help(name, option)
-        if option.kind == "flag":
-            parser.add_argument(flag(name), action=argparse.BooleanOptionalAction, help=explanation)
-            continue
-        metavar = option.metavar or "{" + ",".join(option.choices) + "}"
-        action = "append" if option.kind == "texts" else "store"
-        parser.add_argument(flag(name), action=action, metavar=metavar, help=explanation)
     parser.add_argument(
         "--config", metavar="F.toml", help="a TOML file with any of these options; the command line wins"
     )
@@ -244,9 +217,8 @@ def read_toml(path: str) -> dict[str, Any]:
 
 def parse_options(arguments: Sequence[str] | None = None) -> GenerateOptions:
     """Defaults, then the TOML file's values, then the command line's. Raises UserError for bad input."""
-    given = vars(build_parser().parse_args(arguments))
-    config = given.pop("config", None)
-    command = {name: from_command_line(OPTIONS[name], value, flag(name)) for name, value in given.items()}
+    command = parse_given(build_parser(), GenerateOptions, arguments)
+    config = command.pop("config", None)
     check_exclusive(command, "the command line")
     values = read_toml(config) if config is not None else {}
     if command.get("verify") == "dense":  # switches a TOML file's sparse verification off
