@@ -9,19 +9,29 @@ Ordinary text needs little of what lies far back, so it says little about a sele
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 
 from sv_jax.config import UserError
-from sv_jax.evaluation.documents import Document, Split, Style, load_documents, name_hash, split_of
+from sv_jax.evaluation.cutting import (
+    Case,
+    TextTokenizer,
+    case_generator,
+    case_length,
+    covered_text,
+    encode_piece,
+    leading_ids,
+)
+from sv_jax.evaluation.documents import Document, Split, Style, load_documents, split_of
+from sv_jax.evaluation.needles import PER_DOCUMENT, needle_case
+
+__all__ = ["KINDS", "MEASURED", "Case", "make_cases"]
 
 KINDS = ("ordinary", "copy", "needle")
 MEASURED = 128  # tokens of an ordinary or copied text whose prediction is compared
-RESERVED = 16  # slots of the context that stay free: a step's own tokens
 LOCKED_ON = 16  # first tokens of a repeated passage, unmeasured: the model sees that it is to copy
 FAR_BACK = 0.75  # share of the document's tokens that a passage is taken from: not of its recent quarter
 PASSAGE_DRAWS = 20  # places that are tried
@@ -30,36 +40,6 @@ LEAD_INS: dict[Style, str] = {
     "prose": "\n\nThe following passage was quoted above. Here it is again, word for word:\n\n",
     "code": "\n\n# The following lines stand above, too. Here they are again, unchanged:\n\n",
 }
-
-
-class TextTokenizer(Protocol):
-    """What is asked of a tokenizer here; `sv_jax.checkpoints.Tokenizer` is one."""
-
-    has_chat_template: Any
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
-
-    def apply_chat_template(self, messages: list[dict], *, add_generation_prompt: bool = True) -> str: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One text.
-
-    name: unique, e.g. "copy/1861-Lincoln-1/4096".
-    kind: "ordinary", "copy", "needle", or the user's.
-    document: where the text is from, the unit of the bootstrap.
-    token_ids: context and continuation.
-    measured: the last so many tokens are those whose prediction is compared; a needle's are its answer.
-    """
-
-    name: str
-    kind: str
-    document: str
-    token_ids: tuple[int, ...]
-    measured: int
 
 
 def make_cases(
@@ -78,7 +58,7 @@ def make_cases(
 
     Args:
       kind: one of KINDS.
-      context: tokens that the model's context has to hold; cases have `context - RESERVED` of them, all alike.
+      context: tokens of the model's context; cases have `context - RESERVED` of them, all alike.
       split: which part of the documents.
       limit: most cases; None: as many as the documents give.
       seed: of positions in the documents, and of needles.
@@ -89,64 +69,27 @@ def make_cases(
       UserError: an unknown kind, a context that is too short, no document that fills the context, or
         documents that cannot be fetched.
     """
-    makers: dict[str, Callable[..., list[Case]]] = {"ordinary": _ordinary_case, "copy": _copy_case}
-    if kind not in makers:
+    if kind not in KINDS:
         raise UserError(f"kind {kind!r} is not allowed; allowed: {', '.join(KINDS)}")
     if limit is not None and limit < 1:
         raise UserError(f"limit={limit}; allowed: 1 or more")
     if documents is None:
         style: Style | None = "prose" if kind == "needle" else None
         documents = load_documents(style, cache_directory=cache_directory)
-    cases: list[Case] = []
-    for document in documents:
-        if split_of(document.name) == split:
-            cases += makers[kind](tokenizer, document, context=context, seed=seed, measured=measured)
-        if limit is not None and len(cases) >= limit:
-            return cases[:limit]
+    documents = [document for document in documents if split_of(document.name) == split]
+    place = {"context": context, "seed": seed}
+    candidates: Iterator[Case | None]
+    if kind == "ordinary":
+        candidates = (_ordinary_case(tokenizer, x, context, measured) for x in documents)
+    elif kind == "copy":
+        candidates = (_copy_case(tokenizer, x, measured, **place) for x in documents)
+    else:  # one needle of every document before the second of any
+        turns = itertools.product(range(PER_DOCUMENT), documents)
+        candidates = (needle_case(tokenizer, x, number=number, **place) for number, x in turns)
+    cases = list(itertools.islice((case for case in candidates if case is not None), limit))
     if not cases:
         raise UserError(f"no document of the {split} part fills a context of {context} tokens ({kind})")
     return cases
-
-
-def leading_ids(tokenizer: TextTokenizer) -> list[int]:
-    """What the tokenizer puts before a text (BOS), [] where it puts nothing."""
-    plain = tokenizer.encode("a", add_special_tokens=False)
-    whole = tokenizer.encode("a")
-    starts = [i for i in range(len(whole)) if whole[i : i + len(plain)] == plain]
-    return whole[: starts[0]] if starts else []
-
-
-def encode_piece(tokenizer: TextTokenizer, text: str, most: int | None = None) -> list[int]:
-    """Token ids of a piece inside of a text; of its beginning where no more than `most` are of use."""
-    if most is None:
-        return tokenizer.encode(text, add_special_tokens=False)
-    # A token of real text has 3 to 6 characters; to encode a megabyte for 4,000 tokens would take a second.
-    ids = tokenizer.encode(text[: 6 * most], add_special_tokens=False)
-    if len(ids) <= most:  # the last token may be a fragment of a word
-        ids = tokenizer.encode(text[: 24 * most], add_special_tokens=False)
-    return ids[:most]
-
-
-def covered_text(tokenizer: TextTokenizer, text: str, tokens: int) -> str:
-    """The beginning of `text` that has at least so many tokens, and hardly more; "" where it has fewer."""
-    ids = encode_piece(tokenizer, text, tokens)
-    if len(ids) < tokens:
-        return ""
-    # Some more: a text that is cut in two is encoded in a few tokens more, or fewer.
-    return text[: len(tokenizer.decode(ids, skip_special_tokens=False)) + 200]
-
-
-def case_length(context: int, least: int) -> int:
-    """Tokens of a case. Raises UserError where the context does not hold `least` of them."""
-    total = context - RESERVED
-    if total < least:
-        raise UserError(f"a context of {context} tokens is too short; allowed: at least {least + RESERVED}")
-    return total
-
-
-def case_generator(name: str, context: int, seed: int) -> np.random.Generator:
-    """Draws that depend on the case alone: other documents and limits do not show in it."""
-    return np.random.default_rng([name_hash(name), context, seed])
 
 
 def line_starts(text: str) -> np.ndarray:
@@ -159,22 +102,21 @@ def line_starts(text: str) -> np.ndarray:
     return np.array(found, int)
 
 
-def _ordinary_case(
-    tokenizer: TextTokenizer, document: Document, *, context: int, seed: int, measured: int
-) -> list[Case]:
-    del seed  # the document's beginning, always
+def _ordinary_case(tokenizer: TextTokenizer, document: Document, context: int, measured: int) -> Case | None:
+    """The document's beginning; None where it is too short."""
     total = case_length(context, measured + 1)
     ids = (leading_ids(tokenizer) + encode_piece(tokenizer, document.text, total))[:total]
-    if len(ids) < total:
-        return []
     name = f"ordinary/{document.name}/{context}"
-    return [Case(name, "ordinary", document.name, tuple(ids), measured)]
+    return Case(name, "ordinary", document.name, tuple(ids), measured) if len(ids) == total else None
 
 
 def _copy_case(
-    tokenizer: TextTokenizer, document: Document, *, context: int, seed: int, measured: int
-) -> list[Case]:
-    """The document's beginning, a lead-in, and once more a passage from far back."""
+    tokenizer: TextTokenizer, document: Document, measured: int, *, context: int, seed: int
+) -> Case | None:
+    """The document's beginning, a lead-in, and once more a passage from far back.
+
+    None where the document is too short, or repeats itself anyhow (a table).
+    """
     head, lead_in = leading_ids(tokenizer), encode_piece(tokenizer, LEAD_INS[document.style])
     length = LOCKED_ON + measured
     total = case_length(context, 4 * length + len(lead_in))
@@ -191,8 +133,8 @@ def _copy_case(
         far_back = len(before) + length <= body * FAR_BACK
         if len(before + after) == body and far_back and _occurs_once(before + after, passage[:UNIQUE]):
             ids = tuple(head + before + after + lead_in + passage)
-            return [Case(name, "copy", document.name, ids, measured)]
-    return []  # too short, or it repeats itself anyhow (a table)
+            return Case(name, "copy", document.name, ids, measured)
+    return None
 
 
 def _draw_line_start(text: str, generator: np.random.Generator) -> int:
