@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sv_jax.model.transformer import Params, Transformer
+from sv_jax.sparsity.plan import SparsityPlan
 from sv_jax.speculation.loop import step
 from sv_jax.speculation.types import Draft, SpeculationState
 
@@ -96,12 +97,13 @@ def scripted_steps(
     table: jax.Array,
     right: jax.Array,
     max_drafted: jax.Array,
+    sparsity: SparsityPlan | None = None,
 ) -> SpeculationState:
     """Steps until every row has ended. The first three are static."""
     drafter = _Traced(table, right, num_tokens, branches, target.config.vocab_size)
     return jax.lax.while_loop(
         lambda state: ~jnp.all(state.finished),
-        lambda state: step(target, params, drafter, state, max_drafted),
+        lambda state: step(target, params, drafter, state, max_drafted, sparsity),
         state,
     )
 
@@ -120,10 +122,11 @@ def run_script(
     num_tokens: int = 8,
     branches: int = 1,
     max_drafted: int = 99,
+    sparsity: SparsityPlan | None = None,
     steps: Callable[..., SpeculationState] = COMPILED,
 ) -> SpeculationState:
     """Decodes with drafts like `Scripted`'s; one program for all texts and patterns. The state has room."""
     table = as_table(texts, state.tokens.shape[1])
     cycle = np.resize(np.array(right, np.int32), 120)  # one length, which every short pattern divides
     assert 120 % len(right) == 0 and max(right) <= num_tokens // branches
-    return steps(target, num_tokens, branches, params, state, table, cycle, max_drafted)
+    return steps(target, num_tokens, branches, params, state, table, cycle, max_drafted, sparsity)

@@ -1,0 +1,118 @@
+"""Block summaries in a state: after prefill, commits and growth they are those of the committed keys."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from sv_jax.drafts.none import NoDraft
+from sv_jax.drafts.prompt_lookup import PromptLookup
+from sv_jax.speculation.commit import commit
+from sv_jax.speculation.loop import decode_slice
+from sv_jax.speculation.request import make_request
+from sv_jax.speculation.state import grow_state, start_state
+from sv_jax.speculation.types import Acceptance, Draft
+from tests.sparsity.plain_selection import plain_summary
+from tests.tiny import (
+    TINY,
+    attention_plan,
+    make_model,
+    make_target,
+    prefilled,
+    random_prompts,
+    row_counts,
+)
+
+BLOCK, T = 16, 6
+MODEL = TINY
+PLANS = {
+    score: attention_plan(MODEL, block_size=BLOCK, keep=0.5, score=score, dense_layers=(0,))
+    for score in ("mean", "bound", "mass")
+}
+
+
+def check_summaries(state, tolerance=1e-6):
+    """Every statistic of every block that holds a committed key; blocks behind have 0."""
+    assert [layer is not None for layer in state.summaries.layers] == [False, True]
+    lengths = state.lengths.tolist()
+    for keys, summary in zip(state.cache.keys, state.summaries.layers):
+        for name, got in (summary or {}).items():
+            expected = [plain_summary(name, row, n, BLOCK) for row, n in zip(np.asarray(keys), lengths)]
+            np.testing.assert_allclose(got, expected, atol=tolerance, err_msg=name)
+
+
+def random_acceptance(rng, batch):
+    """Any accepted path through any tree: nodes in order, the root first."""
+    emitted = rng.integers(1, T + 1, batch)
+    path = np.full((batch, T), T - 1)
+    for row, count in zip(path, emitted):
+        row[:count] = [0, *sorted(rng.choice(np.arange(1, T), count - 1, replace=False))]
+    tokens = rng.integers(0, 64, (batch, T))
+    return Acceptance(*(x.astype(np.int32) for x in (tokens, emitted, path)))
+
+
+@pytest.mark.parametrize("score", PLANS)
+def test_commits(score):
+    """Rows accept different paths; rejected nodes are NaN. Row 1 is finished, row 2 stops at its limit,
+    and rows 3 to 5 at an EOS token."""
+    rng = np.random.default_rng(0)
+    batch, capacity = 6, 64
+    eos_ids = [[]] * 3 + [list(range(0, 64, 9))] * 3
+    request = make_request([1] * batch, [65, 65, 21, 65, 65, 65], eos_ids=eos_ids)
+    state = start_state(make_target(MODEL), request, capacity=capacity, sparsity=PLANS[score])
+    finished = np.arange(batch) == 1
+    state = dataclasses.replace(state, finished=finished)
+    shape = (MODEL.num_layers, 2, batch, T, MODEL.num_kv_heads, MODEL.head_dim)
+    draft = Draft(np.zeros((batch, T), np.int32), np.zeros((batch, T), np.int32) - 1)
+    run = jax.jit(commit)
+    while max(state.lengths.tolist()) + T <= capacity:
+        acceptance = random_acceptance(rng, batch)
+        new_kv = rng.normal(size=shape).astype(np.float32)
+        for row, (path, count) in enumerate(zip(acceptance.path, acceptance.num_emitted)):
+            rejected = np.setdiff1d(np.arange(T), path[:count])
+            new_kv[:, :, row, rejected] = np.nan
+        state = run(state, draft, draft, tuple(map(tuple, new_kv)), acceptance)
+        check_summaries(state)
+    assert state.lengths[1] == 0 and state.lengths[2] == 20 and len(set(state.lengths.tolist())) > 3
+
+
+@pytest.mark.parametrize(("chunk", "score"), [(1, "mean"), (7, "bound"), (40, "mass")])
+def test_prefill_in_chunks(chunk, score):
+    """Prompts that end before, at and behind the edge of a block; short ones wait for the longest."""
+    target, params = make_model(MODEL)
+    prompts = random_prompts((1, 15, 16, 17, 33, 40, 0))
+    state = prefilled(
+        target, params, prompts, limits=[60] * 7, chunk=chunk, capacity=96, sparsity=PLANS[score]
+    )
+    assert state.lengths.tolist() == [1, 15, 16, 17, 33, 40, 0]
+    check_summaries(state)
+
+
+def test_decoding_and_growing():
+    """Steps that accept and reject, a bucket that fills up, and another one."""
+    target, params = make_model(MODEL)
+    plan, drafter = PLANS["bound"], PromptLookup(4)
+    prompts = random_prompts((5, 20, 33, 1))
+    state = prefilled(target, params, prompts, limits=[70, 80, 50, 60], capacity=48, sparsity=plan)
+    state = decode_slice(target, params, drafter, state, np.int32(99), sparsity=plan)
+    check_summaries(state)
+    before = jax.tree.map(np.asarray, state.summaries)
+    state = grow_state(target, state, capacity=128)
+    check_summaries(state)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(state.summaries)):
+        assert new.shape[2] == 128 // BLOCK
+        np.testing.assert_array_equal(old, new[:, :, : old.shape[2]])
+    state = decode_slice(target, params, drafter, state, np.int32(99), sparsity=plan)
+    check_summaries(state)
+    rows = row_counts(state, 5)
+    assert bool(state.finished.all()) and all(row.accepted < row.drafted for row in rows)
+    assert sum(row.accepted for row in rows) > 0
+
+
+def test_without_a_plan_there_are_none():
+    target, params = make_model(MODEL)
+    state = prefilled(target, params, random_prompts((5,)), limits=[20])
+    assert state.summaries is None
+    with pytest.raises(ValueError, match="start_state needs the same sparsity plan"):
+        decode_slice(target, params, NoDraft(), state, np.int32(1), sparsity=PLANS["mean"])
