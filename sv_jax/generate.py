@@ -8,18 +8,15 @@ and the emulated devices have to be asked for before JAX starts.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import json
-import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sv_jax.builtin_prompts import BUILTIN_PROMPTS
+from sv_jax.command import exit_with, run_command, say
 from sv_jax.config import UserError
 from sv_jax.interrupts import INTERRUPTED, deferred_interrupts
 from sv_jax.option_table import flag
@@ -31,13 +28,7 @@ from sv_jax.text_output import live_printer, print_rows
 if TYPE_CHECKING:
     from sv_jax.engine import GenerationResult, LanguageModel, LosslessReport, RequestOutput
 
-USER_ERROR, NOT_LOSSLESS, BROKEN_PIPE = 2, 1, 141
-
-
-def say(text: str) -> None:
-    """To standard error, after what standard output has so far: in a terminal the two are one text."""
-    sys.stdout.flush()
-    print(text, file=sys.stderr, flush=True)
+NOT_LOSSLESS = 1
 
 
 def load_model(model: str, **options: Any) -> LanguageModel:
@@ -209,36 +200,9 @@ def run(options: GenerateOptions) -> int:
     return code
 
 
-def _tolerate_narrow_encodings() -> None:
-    """A terminal that cannot show a character shows a question mark; it does not end the run."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
-def _drop_stdout() -> None:
-    """What is still buffered for a reader that has gone must not be flushed when Python exits."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    _tolerate_narrow_encodings()
-    try:
-        return run(parse_options(arguments))
-    except UserError as error:
-        # One line, also where a message quotes a library that writes several.
-        print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
-        return USER_ERROR
-    except BrokenPipeError:
-        _drop_stdout()
-        return BROKEN_PIPE
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return INTERRUPTED
+    return run_command(lambda: run(parse_options(arguments)))
 
 
 if __name__ == "__main__":
-    # Shells start background jobs with SIGINT ignored; one that is sent on purpose still counts.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(main())
+    exit_with(main)
