@@ -1,0 +1,175 @@
+"""Command line: finds the layers that have to select blocks (SA*), and writes them into a sparsity file.
+
+    python -m sv_jax.calibrate --keep 0.25 --output configs/sparsity/mine.toml
+    python -m sv_jax.generate --verify sparse --sparsity configs/sparsity/mine.toml --prompt-file long.txt
+
+JAX is imported only after options, output and texts are known to be good.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sv_jax.calibrate_options import CalibrateOptions, parse_options
+from sv_jax.command import exit_with, run_command, say
+from sv_jax.config import UserError
+from sv_jax.interrupts import INTERRUPTED, deferred_interrupts
+from sv_jax.option_table import flag
+from sv_jax.sparsity_file import check_target, write_sparsity
+
+if TYPE_CHECKING:
+    from sv_jax.engine import LanguageModel
+    from sv_jax.evaluation.calibration_run import Calibration, CalibrationSettings
+    from sv_jax.evaluation.texts import Case
+    from sv_jax.evaluation.user_texts import UserText
+
+MEASURED = 32  # tokens of each text whose prediction is compared
+
+
+def partial_path(output: Path) -> Path:
+    """Where measurements are kept until the file is there."""
+    return output.with_name(f"{output.name}.partial.jsonl")
+
+
+def load_model(model: str, **options: Any) -> LanguageModel:
+    from sv_jax.engine import load_model as load
+
+    return load(model, **options)
+
+
+def prepare(
+    options: CalibrateOptions, texts: Sequence[UserText] | None
+) -> tuple[LanguageModel, CalibrationSettings, list[Case]]:
+    """The model, what is to be done, and the texts. Mistakes are told before weights are read.
+
+    texts: the user's; None: the built-in ones.
+    """
+    from sv_jax import sharding
+    from sv_jax.evaluation.calibration_run import CalibrationSettings, check_layers, layer_windows
+
+    mesh = sharding.parse_mesh(options.mesh)
+    sharding.ensure_devices(mesh[0] * mesh[1])
+    model = load_model(
+        options.model,
+        mesh=mesh,
+        dtype=options.dtype,
+        cache_directory=Path(options.cache_dir).expanduser() if options.cache_dir else None,
+        notify=say,
+        lazy=True,
+    )
+    say(model.provenance)
+    if options.context > model.max_model_len:
+        raise UserError(
+            f"{flag('context')} {options.context} is not allowed; allowed for this model: up to "
+            f"{model.max_model_len}"
+        )
+    assert options.tolerance is not None
+    settings = CalibrationSettings(
+        attention=options.attention,
+        method=options.method,
+        num_speculative_tokens=options.num_speculative_tokens,
+        reach=options.reach,
+        max_anchors=options.max_anchors,
+        tolerance=options.tolerance,
+        batch_size=options.batch_size,
+    )
+    check_layers(settings, layer_windows(model))
+    cases = make_texts(options, texts, model)
+    positions = sum(case.measured for case in cases)
+    say(f"{len(cases)} texts of {len(cases[0].token_ids)} tokens, {positions} positions compared")
+    model.load_weights()
+    return model, settings, cases
+
+
+def make_texts(
+    options: CalibrateOptions, texts: Sequence[UserText] | None, model: LanguageModel
+) -> list[Case]:
+    """Texts that quote themselves, of the part of the documents that no evaluation uses; or the user's."""
+    from sv_jax.evaluation.texts import make_cases
+    from sv_jax.evaluation.user_texts import user_cases
+
+    if texts is None:
+        return make_cases(
+            "copy",
+            model.tokenizer,
+            context=options.context,
+            split="calibration",
+            limit=options.limit,
+            seed=options.seed,
+            measured=MEASURED,
+            cache_directory=Path(options.cache_dir).expanduser() if options.cache_dir else None,
+        )
+    cases = user_cases(texts, model.tokenizer, context=options.context, measured=MEASURED)
+    if not cases:
+        raise UserError(
+            f"{flag('texts')} {options.texts!r}: no text fills a context of {options.context} tokens; "
+            f"allowed: longer texts, or a smaller {flag('context')}"
+        )
+    return cases[: options.limit]
+
+
+def write(
+    output: Path,
+    options: CalibrateOptions,
+    model: LanguageModel,
+    settings: CalibrationSettings,
+    cases: Sequence[Case],
+    calibration: Calibration,
+) -> None:
+    """Puts the sparsity file in place. Raises UserError where that is not possible any more."""
+    from sv_jax.evaluation.calibration_report import layer_table, provenance
+
+    use = f"python -m sv_jax.generate --model {shlex.quote(options.model)} --verify sparse --sparsity "
+    write_sparsity(
+        output,
+        dataclasses.replace(settings.attention, anchors=calibration.chosen.anchors),
+        provenance(calibration, settings, model, cases, context=options.context, seed=options.seed),
+        heading=(
+            "Anchors choose the blocks that are read; every other layer reads what the last anchor before it",
+            "chose.",
+            "",
+            f"    {use}{shlex.quote(options.output)}",
+            "",
+            f"Written by: {options.command()}",
+        ),
+        remarks=layer_table(calibration),
+        force=options.force,
+    )
+
+
+def run(options: CalibrateOptions) -> int:
+    """One run of the command line. Returns the exit code."""
+    output = Path(options.output).expanduser()
+    check_target(output, force=options.force)
+    from sv_jax.evaluation.calibration_report import report
+    from sv_jax.evaluation.calibration_run import calibrate
+    from sv_jax.evaluation.store import Store
+    from sv_jax.evaluation.user_texts import read_texts
+
+    texts = None if options.texts is None else read_texts(options.texts)
+    model, settings, cases = prepare(options, texts)
+    store = Store(partial_path(output))
+    if len(store):
+        say(f"{store.path} has {len(store)} measured steps; those that fit are not measured again")
+    with deferred_interrupts() as interrupted:
+        calibration = calibrate(model, cases, settings, store, should_stop=interrupted)
+    if calibration is None:
+        say(f"{len(store)} measured steps are kept in {store.path}; the same command goes on from there")
+        return INTERRUPTED
+    write(output, options, model, settings, cases, calibration)
+    store.path.unlink()
+    print("\n".join(report(calibration, settings)))
+    print(f"written: {output}")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_command(lambda: run(parse_options(arguments)))
+
+
+if __name__ == "__main__":
+    exit_with(main)

@@ -1,0 +1,242 @@
+"""From texts to anchors: measures what reuse costs, chooses anchors, and measures what they really cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import sv_jax
+from sv_jax.checkpoints.progress import progress_bar
+from sv_jax.config import UserError
+from sv_jax.engine.decoding import padded_batch
+from sv_jax.engine.language_model import LanguageModel
+from sv_jax.evaluation.anchors import (
+    allowed_pairs,
+    best_choices,
+    choose,
+    cost_matrix,
+    even_anchors,
+    fewest_anchors,
+)
+from sv_jax.evaluation.calibration import (
+    Pair,
+    StepFigures,
+    Totals,
+    pair_source,
+    selecting_plan,
+    sources_of,
+    step_numbers,
+    sweep,
+    total,
+)
+from sv_jax.evaluation.store import Store, tokens_hash
+from sv_jax.evaluation.texts import Case
+from sv_jax.sparsity.config import AttentionSparsity
+
+VERSION = 1  # of what is measured and how: figures of other versions are not used again
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrationSettings:
+    """How anchors are chosen.
+
+    method: "damage": reuse costs max(D[a, l], 0) nats; "jaccard": 1 - J[a, l]. See `calibration`.
+    reach: how many layers before a layer its anchor may lie.
+    max_anchors: None: half of the layers, rounded down.
+    tolerance: damage: nats of predicted KL that may come from reuse; jaccard: similarity of what layers read
+      to what they would select, mean over all layers, anchors included.
+    """
+
+    attention: AttentionSparsity
+    method: str
+    num_speculative_tokens: int
+    reach: int
+    max_anchors: int | None
+    tolerance: float
+    batch_size: int
+
+    def most_anchors(self, layers: int) -> int:
+        return max(layers // 2, 1) if self.max_anchors is None else self.max_anchors
+
+
+class Variant(NamedTuple):
+    """Anchors, and what they cost on the texts."""
+
+    anchors: tuple[int, ...]
+    kl: float  # mean KL(dense || sparse) in nats
+    agreement: float  # share of positions with the dense pass's most likely token
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """What was found.
+
+    predicted: cost by number of anchors, of the best ones.
+    chosen_cost: what `settings.method` predicted for the chosen anchors.
+    sources: per layer, the layer whose set it reads.
+    damage, jaccard: of each layer and its source, None for an anchor, and where it was not measured.
+    """
+
+    positions: int
+    predicted: dict[int, float]
+    chosen_cost: float
+    every_layer: Variant
+    chosen: Variant
+    even: Variant
+    sources: tuple[int, ...]
+    damage: tuple[float | None, ...]
+    jaccard: tuple[float | None, ...]
+
+
+def check_layers(settings: CalibrationSettings, windows: Sequence[int | None]) -> None:
+    """Raises UserError where no choice of anchors has so few of them that it is allowed."""
+    most, fewest = settings.most_anchors(len(windows)), fewest_anchors(windows, settings.reach)
+    if most < fewest:
+        raise UserError(
+            f"max-anchors {most} with reach {settings.reach}; allowed for the {len(windows)} layers of this "
+            f"model: at least {fewest}, or a longer reach"
+        )
+
+
+def layer_windows(model: LanguageModel) -> tuple[int | None, ...]:
+    config = model.target.config
+    return tuple(config.sliding_window(layer) for layer in range(config.num_layers))
+
+
+def calibrate(
+    model: LanguageModel,
+    cases: Sequence[Case],
+    settings: CalibrationSettings,
+    store: Store,
+    *,
+    progress: bool = True,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Calibration | None:
+    """Measures, chooses and verifies. None: interrupted; what was measured is in the store.
+
+    Args:
+      cases: all of one length and with as many measured tokens.
+
+    Raises:
+      UserError: see `check_layers`.
+    """
+    windows = layer_windows(model)
+    check_layers(settings, windows)
+    layers, pairs = len(windows), allowed_pairs(windows, settings.reach)
+    runner = _Runner(model, cases, settings, store, progress, should_stop)
+
+    own = np.arange(layers, dtype=np.int32)
+    substituted = [pair_source(pair, layers) for pair in pairs] if settings.method == "damage" else []
+    reuse = runner.measure("measuring reuse", [own, *substituted], pairs)
+    if reuse is None:
+        return None
+    damage = reuse.kl[1:] - reuse.kl[0]
+    costs = np.maximum(damage, 0) if settings.method == "damage" else 1 - reuse.jaccard
+    choices = best_choices(cost_matrix(layers, pairs, costs.tolist()), windows)
+    best = choose(choices, most=settings.most_anchors(layers), tolerated=_tolerated(settings, layers))
+
+    evenly = even_anchors(windows, len(best.anchors))
+    sources = [
+        sources_of(anchors, settings.attention, model.target.config) for anchors in (best.anchors, evenly)
+    ]
+    verified = runner.measure("measuring the chosen anchors", sources, ())
+    if verified is None:
+        return None
+    return Calibration(
+        positions=reuse.positions,
+        predicted={number: choices[number].cost for number in sorted(choices)},
+        chosen_cost=best.cost,
+        every_layer=_variant(tuple(range(layers)), reuse, 0),
+        chosen=_variant(best.anchors, verified, 0),
+        even=_variant(evenly, verified, 1),
+        sources=tuple(sources[0].tolist()),
+        damage=_by_layer(sources[0], pairs, damage),
+        jaccard=_by_layer(sources[0], pairs, reuse.jaccard),
+    )
+
+
+def _tolerated(settings: CalibrationSettings, layers: int) -> float:
+    """The predicted cost that is good enough."""
+    return settings.tolerance if settings.method == "damage" else (1 - settings.tolerance) * layers
+
+
+def _variant(anchors: tuple[int, ...], totals: Totals, index: int) -> Variant:
+    return Variant(anchors, float(totals.kl[index]), float(totals.agreement[index]))
+
+
+def _by_layer(source: np.ndarray, pairs: Sequence[Pair], values: np.ndarray) -> tuple[float | None, ...]:
+    of_pair = dict(zip(pairs, values.tolist()))
+    return tuple(of_pair.get((anchor, layer)) for layer, anchor in enumerate(source.tolist()))
+
+
+class _Runner:
+    """Sweeps whose steps are kept in a store, and are not measured again."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        cases: Sequence[Case],
+        settings: CalibrationSettings,
+        store: Store,
+        progress: bool,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.model, self.cases, self.settings, self.store = model, cases, settings, store
+        self.progress, self.should_stop = progress, should_stop
+        self.plan = selecting_plan(settings.attention, model.target.config)
+        self.batch_size = padded_batch(min(len(cases), settings.batch_size), model.sharding.data_size)
+
+    def measure(self, what: str, sources: Sequence[np.ndarray], pairs: Sequence[Pair]) -> Totals | None:
+        """The means over all steps; None: interrupted."""
+        steps = step_numbers(self.cases, self.settings.num_speculative_tokens, self.batch_size)
+        identities = {at: self._identity(*at, sources, pairs) for at in steps}
+        found: dict[tuple[int, int], StepFigures] = {}
+        for at, identity in identities.items():
+            if (kept := self.store.get(identity)) is not None:
+                found[at] = StepFigures(*at, **kept)
+        missing = (len(steps) - len(found)) * len(sources)
+        if missing:
+            with progress_bar(what, missing, "sparse step", progress=self.progress) as bar:
+                for figures in sweep(
+                    self.model,
+                    self.cases,
+                    self.plan,
+                    sources,
+                    pairs=pairs,
+                    num_speculative_tokens=self.settings.num_speculative_tokens,
+                    batch_size=self.batch_size,
+                    known=tuple(found),
+                    should_stop=self.should_stop,
+                    on_pass=bar.update,
+                ):
+                    at = (figures.batch, figures.step)
+                    result = {k: v for k, v in figures._asdict().items() if k not in ("batch", "step")}
+                    self.store.add([(identities[at], result)])
+                    found[at] = figures
+        return total(found.values()) if len(found) == len(steps) else None
+
+    def _identity(
+        self, batch: int, step: int, sources: Sequence[np.ndarray], pairs: Sequence[Pair]
+    ) -> dict[str, Any]:
+        """Everything that the figures of a step depend on."""
+        model, first = self.model, batch * self.batch_size
+        return {
+            "calibration": VERSION,
+            "model": model.name,
+            "model_sha256": model.checkpoint.sha256,
+            "dtype": model.dtype,
+            "platform": model.sharding.platform,
+            "jax": jax.__version__,
+            "sv_jax": sv_jax.__version__,
+            "attention": dataclasses.asdict(self.settings.attention),
+            "num_speculative_tokens": self.settings.num_speculative_tokens,
+            "texts": [tokens_hash(c.token_ids) for c in self.cases[first : first + self.batch_size]],
+            "measured": self.cases[0].measured,
+            "step": step,
+            "sources": [source.tolist() for source in sources],
+            "pairs": [list(pair) for pair in pairs],
+        }
