@@ -68,6 +68,7 @@ REAL_BAD = [
     (["--model", "x.bin"], "x.bin"),
     (["--mesh", "1x5"], "a model axis of 5 does not divide intermediate_size=1536; allowed: 1, 2, 3"),
     (["--max-model-len", "20", "--prompt", 30 * "long "], "has 6"),
+    (["--verify=sparse", "--anchors=0,30"], "anchors has layer 30; allowed for this model: 0 to 29"),
 ]
 
 
@@ -98,3 +99,21 @@ def test_real_interrupt():
     assert process.returncode == 130, err.decode()
     assert (first + out).decode().strip()
     assert b"interrupted" in err and b"tokens/s" in err and b"Traceback" not in err
+
+
+@pytest.mark.real
+def test_real_sparse_verification():
+    """All of a context of some 300 tokens is read in blocks, then a part of it."""
+    text = "Count: " + " ".join(str(i) for i in range(60)) + " and again: "
+    arguments = ["--prompt", text, "--no-chat", "--max-new-tokens=12", "--block-size=16", "--json"]
+    whole, part = (
+        run(*arguments, "--verify=sparse", f"--keep={keep}", *more)
+        for keep, more in [(1, ["--check-lossless"]), (0.1, [])]
+    )
+    assert whole.returncode == part.returncode == 0, (whole.stderr + part.stderr).decode()
+    assert b"so the output equals plain greedy decoding" in whole.stderr
+    assert whole.stderr.rstrip().endswith(b"lossless")
+    assert b"10 % of the context" in part.stderr and b"which is lossy" in part.stderr
+    reads = json.loads(part.stdout)["stats"]["sparse_attention"]
+    assert reads["sparse_row_steps"] == reads["row_steps"] > 0
+    assert 0 < reads["bytes_per_token"] < 0.5 * reads["dense_bytes_per_token"]
