@@ -14,7 +14,7 @@ from sv_jax.model.attention import BlockChooser, Selection
 from sv_jax.model.cache import LayerKV
 from sv_jax.sharding import Sharding
 from sv_jax.sparsity.plan import AttentionPlan
-from sv_jax.sparsity.summaries import KEYS_PER_MEAN, BlockSummaries, LayerSummary
+from sv_jax.sparsity.summaries import KEYS_PER_MEAN, STATISTICS, BlockSummaries, LayerSummary
 
 LAST = jnp.iinfo(jnp.int32).max  # index of an entry past the count: no block, and sorted last
 
@@ -51,8 +51,7 @@ def score_blocks(
     """
     if score == "mass":
         return attention_mass(q, summary["fine_means"], lengths, nodes)
-    some = next(iter(summary.values()))
-    batch, kv_heads, _, head_dim = some.shape
+    batch, kv_heads, _, head_dim = summary[STATISTICS[score][0]].shape
     root = q[:, 0].astype(jnp.float32).reshape(batch, kv_heads, -1, head_dim)
     product = partial(jnp.einsum, "bkd,bknd->bkn", precision=jax.lax.Precision.HIGHEST)
     if score == "mean":  # an average of scores is the score of the averaged query
