@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from sv_jax.calibrate_options import CalibrateOptions, parse_options
 from sv_jax.command import exit_with, run_command, say
 from sv_jax.config import UserError
+from sv_jax.evaluation.store import Store
+from sv_jax.evaluation.user_texts import UserText, read_texts
 from sv_jax.interrupts import INTERRUPTED, deferred_interrupts
 from sv_jax.option_table import flag
 from sv_jax.sparsity_file import check_target, write_sparsity
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from sv_jax.engine import LanguageModel
     from sv_jax.evaluation.calibration_run import Calibration, CalibrationSettings
     from sv_jax.evaluation.texts import Case
-    from sv_jax.evaluation.user_texts import UserText
 
 MEASURED = 32  # tokens of each text whose prediction is compared
 
@@ -89,8 +90,7 @@ def make_texts(
     options: CalibrateOptions, texts: Sequence[UserText] | None, model: LanguageModel
 ) -> list[Case]:
     """Texts that quote themselves, of the part of the documents that no evaluation uses; or the user's."""
-    from sv_jax.evaluation.texts import make_cases
-    from sv_jax.evaluation.user_texts import user_cases
+    from sv_jax.evaluation.texts import make_cases, user_cases
 
     if texts is None:
         return make_cases(
@@ -145,12 +145,10 @@ def run(options: CalibrateOptions) -> int:
     """One run of the command line. Returns the exit code."""
     output = Path(options.output).expanduser()
     check_target(output, force=options.force)
+    texts = None if options.texts is None else read_texts(options.texts)
     from sv_jax.evaluation.calibration_report import report
     from sv_jax.evaluation.calibration_run import calibrate
-    from sv_jax.evaluation.store import Store
-    from sv_jax.evaluation.user_texts import read_texts
 
-    texts = None if options.texts is None else read_texts(options.texts)
     model, settings, cases = prepare(options, texts)
     store = Store(partial_path(output))
     if len(store):

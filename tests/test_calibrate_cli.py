@@ -1,0 +1,218 @@
+"""`python -m sv_jax.calibrate` on a tiny model: the file that it writes, resuming, and bad input."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sv_jax import calibrate
+from sv_jax.calibrate_options import TOLERANCES, CalibrateOptions, parse_options
+from sv_jax.config import UserError
+from sv_jax.engine import language_model
+from sv_jax.sparsity.config import AttentionSparsity, read_sparsity
+from tests.checkpoints import tiny
+from tests.engine import tiny_directory
+from tests.fake_engine import python
+
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> str:
+    """A model of three layers with a context of 256 tokens, its weights of a size that tells logits apart."""
+    folder: Path = tmp_path_factory.mktemp("model") / "hf"
+    tiny_directory.write(folder)  # the tokenizer
+    config = tiny.config_dict("llama", num_hidden_layers=LAYERS, max_position_embeddings=256)
+    weights = tiny.tensors(tiny.model_config(config))
+    scaled = {k: v * v.shape[-1] ** -0.5 if v.ndim == 2 else 1 + 0.1 * v for k, v in weights.items()}
+    tiny.save(folder, config, scaled)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("texts") / "own.jsonl"
+    rng = np.random.default_rng(0)
+    lines = [" ".join(f"w{i}" for i in rng.integers(1, 60, 200)) for _ in range(3)]
+    path.write_text(
+        "".join(json.dumps({"text": line, "name": f"t{i}"}) + "\n" for i, line in enumerate(lines))
+    )
+    return str(path)
+
+
+@pytest.fixture
+def command(directory, texts, tmp_path, monkeypatch, capsys):
+    """Runs the program in this process: (exit code, standard output, standard error)."""
+    monkeypatch.setattr(language_model, "enable_compilation_cache", lambda directory: None)
+
+    def run(*arguments: str, output: str = "x.toml"):
+        words = ["--model", directory, "--texts", texts, "--cache-dir", str(tmp_path / "cache")]
+        words += ["--context=128", "--block-size=16", "--local-blocks=1", "--batch-size=2", "--reach=2"]
+        code = calibrate.main([*words, "--output", str(tmp_path / output), *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def stop_after(monkeypatch, questions: int) -> None:
+    """Ctrl-C, as the program sees it, after so many times that it looked."""
+
+    @contextlib.contextmanager
+    def interrupts():
+        left = iter(range(questions))
+        yield lambda: next(left, None) is None
+
+    monkeypatch.setattr(calibrate, "deferred_interrupts", interrupts)
+
+
+def test_the_file_that_is_written(command, tmp_path, directory, texts):
+    code, out, err = command("--max-anchors=2", "--tolerance=1e-9")
+    assert code == 0
+    config = read_sparsity(tmp_path / "x.toml")
+    anchors = config.attention.anchors
+    assert anchors is not None and anchors[0] == 0 and len(anchors) <= 2
+    assert config.attention == AttentionSparsity(keep=0.25, block_size=16, local_blocks=1, anchors=anchors)
+    provenance = dict(config.provenance)
+    assert provenance["model"] == directory and "model_sha256" not in provenance
+    assert provenance["texts"] == ["own/t0/128", "own/t1/128", "own/t2/128"]
+    assert provenance["positions"] == 96 and provenance["method"] == "damage"
+    assert provenance["every_layer_kl"] > 0 and 0 <= provenance["anchors_agreement"] <= 1
+    assert len(provenance["texts_sha256"]) == 64
+    text = (tmp_path / "x.toml").read_text()
+    assert f"--verify sparse --sparsity {tmp_path / 'x.toml'}" in text
+    assert text.count("its own") == len(anchors)
+    assert f"anchors: {', '.join(map(str, anchors))} ({len(anchors)} of 3 layers)" in out
+    assert "every layer selects" in out and "evenly spaced anchors were" in out
+    assert out.endswith(f"written: {tmp_path / 'x.toml'}\n")
+    assert "3 texts of 112 tokens, 96 positions compared" in err
+    assert "measuring reuse (32 sparse steps)" in err and "measuring the chosen anchors" in err
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["x.toml"]
+
+
+def test_the_command_in_the_file_writes_the_same_file(command, tmp_path):
+    assert command("--method=jaccard", "--seed=3", "--limit=2")[0] == 0
+    text = (tmp_path / "x.toml").read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith("# Written by: ")]
+    words = shlex.split(line.removeprefix("# Written by: "))
+    assert words[:3] == ["python", "-m", "sv_jax.calibrate"]
+    assert calibrate.main([*words[3:], "--force"]) == 0
+    assert (tmp_path / "x.toml").read_text() == text
+
+
+@pytest.mark.parametrize("questions", [2, 12, 36, 50])
+def test_an_interrupted_run_goes_on(questions, command, tmp_path, monkeypatch):
+    assert command(output="whole.toml")[0] == 0
+    with monkeypatch.context() as patch:
+        stop_after(patch, questions)
+        code, out, err = command()
+    partial = tmp_path / "x.toml.partial.jsonl"
+    steps = len(partial.read_text().splitlines())
+    assert (code, out) == (130, "") and not (tmp_path / "x.toml").exists()
+    assert err.endswith(
+        f"{steps} measured steps are kept in {partial}; the same command goes on from there\n"
+    )
+    code, _, err = command()
+    assert code == 0 and not partial.exists()
+    assert (f"{partial} has {steps} measured steps" in err) == (steps > 0)
+    whole = (tmp_path / "whole.toml").read_text()
+    assert (tmp_path / "x.toml").read_text() == whole.replace("whole.toml", "x.toml")
+
+
+def test_a_file_that_appeared_meanwhile_is_kept(command, tmp_path, monkeypatch):
+    def measured(*arguments, **options):
+        (tmp_path / "x.toml").write_text("somebody else's")
+        return original(*arguments, **options)
+
+    from sv_jax.evaluation import calibration_run
+
+    original = calibration_run.calibrate
+    monkeypatch.setattr(calibration_run, "calibrate", measured)
+    code, _, err = command("--method=jaccard")
+    assert code == 2 and err.splitlines()[-1].startswith("error: --output")
+    assert (tmp_path / "x.toml").read_text() == "somebody else's"
+    assert (tmp_path / "x.toml.partial.jsonl").exists()
+    assert command("--method=jaccard", "--force")[0] == 0
+
+
+BAD_FOR_A_MODEL = [
+    (["--context=300"], "--context 300 is not allowed; allowed for this model: up to 256"),
+    (["--context=40"], "a context of 40 tokens is too short; allowed: at least 49"),
+    (
+        ["--context=250"],
+        "no text fills a context of 250 tokens; allowed: longer texts, or a smaller --context",
+    ),
+    (["--max-anchors=1", "--reach=1"], "max-anchors 1 with reach 1; allowed for the 3 layers of this model"),
+]
+
+
+@pytest.mark.parametrize("arguments, message", BAD_FOR_A_MODEL)
+def test_what_the_model_cannot_do_is_told_before_its_weights_are_read(arguments, message, command, tmp_path):
+    code, out, err = command(*arguments)
+    assert (code, out) == (2, "") and message in err.splitlines()[-1]
+    assert err.splitlines()[-1].startswith("error: ") and "loading" not in err
+    assert not [p for p in tmp_path.iterdir() if p.is_file()]
+
+
+BAD = [
+    ([], "the following arguments are required: --output"),
+    (["--output=missing/x.toml"], "--output 'missing/x.toml': 'missing' is no directory"),
+    (
+        ["--output=pyproject.toml"],
+        "--output 'pyproject.toml' is there already; allowed: another name, or --force",
+    ),
+    (["--output=x", "--keep=0"], "--keep 0.0 is not allowed; allowed: a number above 0, up to 1"),
+    (["--output=x", "--block-size=5"], "--block-size 5 is not allowed; allowed: 16, 32, 64, 128"),
+    (["--output=x", "--score=best"], "--score 'best' is not allowed; allowed: mean, bound"),
+    (["--output=x", "--method=guess"], "--method 'guess' is not allowed; allowed: damage, jaccard"),
+    (["--output=x", "--tolerance=-1"], "--tolerance -1.0 is not allowed; allowed: a number of at least 0"),
+    (["--output=x", "--method=jaccard", "--tolerance=2"], "--tolerance 2 is not allowed; allowed: up to 1"),
+    (
+        ["--output=x", "--max-anchors=0"],
+        "--max-anchors 0 is not allowed; allowed: a whole number of at least 1",
+    ),
+    (["--output=x", "--texts=missing.jsonl"], "--texts 'missing.jsonl': No such file"),
+    (["--output=x", "--anchors=0"], "unrecognized arguments: --anchors=0; --help lists what is allowed"),
+]
+
+
+@pytest.mark.parametrize("arguments, message", BAD)
+def test_bad_input_is_one_line(arguments, message, capsys):
+    assert calibrate.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith(f"error: {message}")
+
+
+def test_mistakes_and_help_do_not_wait_for_jax():
+    code = f"""if True:
+        import sys
+        from sv_jax import calibrate
+        for arguments, _ in {BAD!r}:
+            assert calibrate.main(arguments) == 2, arguments
+        try:
+            calibrate.main(["--help"])
+        except SystemExit:
+            assert "jax" not in sys.modules
+    """
+    done = python(code)
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"--max-anchors" in done.stdout
+
+
+def test_options():
+    options = parse_options(["--output", "a b.toml"])
+    assert options == CalibrateOptions(output="a b.toml", tolerance=TOLERANCES["damage"])
+    assert options.attention == AttentionSparsity(keep=0.25)
+    assert parse_options(["--output=x", "--method=jaccard"]).tolerance == TOLERANCES["jaccard"]
+    given = parse_options(["--output=a b", "--keep=.5", "--score=bound", "--force", "--tolerance=0.5"])
+    assert given.command() == (
+        "python -m sv_jax.calibrate --output 'a b' --keep 0.5 --score bound --tolerance 0.5"
+    )
+    with pytest.raises(UserError, match="--seed -1 is not allowed"):
+        parse_options(["--output=x", "--seed=-1"])
