@@ -27,8 +27,9 @@ from sv_jax.evaluation.cutting import (
 )
 from sv_jax.evaluation.documents import Document, Split, Style, load_documents, split_of
 from sv_jax.evaluation.needles import PER_DOCUMENT, needle_case
+from sv_jax.evaluation.user_texts import UserText
 
-__all__ = ["KINDS", "MEASURED", "Case", "make_cases"]
+__all__ = ["KINDS", "MEASURED", "Case", "make_cases", "user_cases"]
 
 KINDS = ("ordinary", "copy", "needle")
 MEASURED = 128  # tokens of an ordinary or copied text whose prediction is compared
@@ -89,6 +90,32 @@ def make_cases(
     cases = list(itertools.islice((case for case in candidates if case is not None), limit))
     if not cases:
         raise UserError(f"no document of the {split} part fills a context of {context} tokens ({kind})")
+    return cases
+
+
+def user_cases(
+    texts: Sequence[UserText],
+    tokenizer: TextTokenizer,
+    *,
+    context: int,
+    limit: int | None = None,
+    measured: int = MEASURED,
+) -> list[Case]:
+    """A case of each text that fills the context: its last tokens, the last `measured` of them measured.
+
+    Args:
+      limit: most cases of each kind.
+    """
+    head = leading_ids(tokenizer)
+    total = case_length(context, measured + 1 + len(head))
+    cases: list[Case] = []
+    for text in texts:
+        kept = sum(case.kind == text.kind for case in cases)
+        ids = tokenizer.encode(text.text, add_special_tokens=False)
+        if len(ids) + len(head) < total or (limit is not None and kept >= limit):
+            continue
+        ids = head + ids[len(ids) - (total - len(head)) :]
+        cases.append(Case(f"{text.kind}/{text.name}/{context}", text.kind, text.name, tuple(ids), measured))
     return cases
 
 

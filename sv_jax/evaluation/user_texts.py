@@ -1,16 +1,13 @@
-"""Texts of the user's own: a file with one JSON object a line."""
+"""Texts of the user's own: a file with one JSON object a line. No JAX: mistakes are told at once."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sv_jax.config import UserError
-from sv_jax.evaluation.cutting import Case, TextTokenizer, case_length, leading_ids
-from sv_jax.evaluation.texts import MEASURED
 
 FIELDS = ("text", "kind", "name")
 
@@ -71,29 +68,3 @@ def _read_line(line: str, number: int, label: str) -> UserText:
     if "text" not in entry:
         raise UserError(f"{label} has no text; allowed: an object with a key 'text'")
     return UserText(entry.get("name", f"line-{number}"), entry.get("kind", "own"), entry["text"], number)
-
-
-def user_cases(
-    texts: Sequence[UserText],
-    tokenizer: TextTokenizer,
-    *,
-    context: int,
-    limit: int | None = None,
-    measured: int = MEASURED,
-) -> list[Case]:
-    """A case of each text that fills the context: its last tokens, the last `measured` of them measured.
-
-    Args:
-      limit: most cases of each kind.
-    """
-    head = leading_ids(tokenizer)
-    total = case_length(context, measured + 1 + len(head))
-    cases: list[Case] = []
-    for text in texts:
-        kept = sum(case.kind == text.kind for case in cases)
-        ids = tokenizer.encode(text.text, add_special_tokens=False)
-        if len(ids) + len(head) < total or (limit is not None and kept >= limit):
-            continue
-        ids = head + ids[len(ids) - (total - len(head)) :]
-        cases.append(Case(f"{text.kind}/{text.name}/{context}", text.kind, text.name, tuple(ids), measured))
-    return cases

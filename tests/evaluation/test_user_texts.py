@@ -7,7 +7,8 @@ import json
 import pytest
 
 from sv_jax.config import UserError
-from sv_jax.evaluation.user_texts import read_texts, user_cases
+from sv_jax.evaluation.texts import user_cases
+from sv_jax.evaluation.user_texts import read_texts
 from tests.evaluation.words import BOS, WordTokenizer, make_document
 
 
