@@ -110,8 +110,8 @@ def test_rows_that_a_stop_string_ended_cost_no_more_steps(model, outputs, monkey
     """The device does not know of it: the host tells it before the next slice."""
     states = []
 
-    def recorded(*arguments):
-        states.append(decoding_slice(*arguments))
+    def recorded(*arguments, **options):
+        states.append(decoding_slice(*arguments, **options))
         return states[-1]
 
     decoding_slice = decoding.decode_slice
