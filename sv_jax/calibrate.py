@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import sv_jax
 from sv_jax.calibrate_options import CalibrateOptions, parse_options
 from sv_jax.command import exit_with, run_command, say
 from sv_jax.config import UserError
@@ -127,7 +128,8 @@ def write(
     write_sparsity(
         output,
         dataclasses.replace(settings.attention, anchors=calibration.chosen.anchors),
-        provenance(calibration, settings, model, cases, context=options.context, seed=options.seed),
+        provenance(calibration, settings, model, cases, context=options.context, seed=options.seed)
+        | {"sv_jax": sv_jax.__version__},
         heading=(
             "Anchors choose the blocks that are read; every other layer reads what the last anchor before it",
             "chose.",

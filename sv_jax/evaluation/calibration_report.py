@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-import sv_jax
 from sv_jax.engine.language_model import LanguageModel
 from sv_jax.evaluation.calibration_run import Calibration, CalibrationSettings
 from sv_jax.evaluation.texts import Case
@@ -89,5 +88,4 @@ def provenance(
         "texts": [case.name for case in cases],
         "texts_sha256": hashlib.sha256(json.dumps([case.token_ids for case in cases]).encode()).hexdigest(),
         "jax": jax.__version__,
-        "sv_jax": sv_jax.__version__,
     }

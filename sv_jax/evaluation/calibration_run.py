@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-import sv_jax
 from sv_jax.checkpoints.progress import progress_bar
 from sv_jax.config import UserError
 from sv_jax.engine.decoding import padded_batch
@@ -33,6 +32,7 @@ from sv_jax.evaluation.calibration import (
     sweep,
     total,
 )
+from sv_jax.evaluation.drift_run import checkpoint_hash
 from sv_jax.evaluation.store import Store, tokens_hash
 from sv_jax.evaluation.texts import Case
 from sv_jax.sparsity.config import AttentionSparsity
@@ -227,11 +227,10 @@ class _Runner:
         return {
             "calibration": VERSION,
             "model": model.name,
-            "model_sha256": model.checkpoint.sha256,
+            "weights": checkpoint_hash(model.checkpoint),
             "dtype": model.dtype,
             "platform": model.sharding.platform,
             "jax": jax.__version__,
-            "sv_jax": sv_jax.__version__,
             "attention": dataclasses.asdict(self.settings.attention),
             "num_speculative_tokens": self.settings.num_speculative_tokens,
             "texts": [tokens_hash(c.token_ids) for c in self.cases[first : first + self.batch_size]],
