@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from sv_jax.model.cache import KVCache
+from sv_jax.sparsity.config import SCORES
 from sv_jax.sparsity.plan import SparsityPlan
 from sv_jax.sparsity.selection import (
     budget_tokens,
@@ -21,12 +22,12 @@ from sv_jax.sparsity.selection import (
 )
 from sv_jax.sparsity.summaries import planned_summaries, update_summaries
 from tests.sparsity.plain_selection import (
-    PLAIN_SCORES,
     plain_blocks,
     plain_choice,
     plain_selection,
     plain_tokens,
 )
+from tests.test_sharding import ODD
 from tests.tiny import TINY, attention_plan, make_target, replace
 
 # Layers 0 and 2 see everything, 1 and 3 a window; three query heads share a KV head.
@@ -96,6 +97,23 @@ def test_no_more_than_the_static_number():
     assert sets(indices, counts) == [[[0, 5, 6, 7]]]
     indices, counts = select_blocks(scores, *row, most=3, sink_blocks=1, local_blocks=2)
     assert sets(indices, counts) == [[[0, 6, 7]]]
+
+
+@pytest.mark.parametrize(("mesh", "model"), [((2, 1), TINY), ((4, 2), TINY), ((1, 2), ODD)])
+def test_choice_on_meshes(mesh, model):
+    """Every shard chooses for its own rows and heads (all heads, where they do not divide)."""
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(8, model.num_kv_heads, 12)).astype(np.float32)
+    held = np.arange(5, 13, dtype=np.int32)
+    limits = {"most": 6, "sink_blocks": 1, "local_blocks": 2}
+    sharding = make_target(model, mesh).sharding
+    placed = jax.device_put(scores, sharding.named("batch", "kv_heads", None))
+    select = jax.jit(partial(select_blocks, sharding=sharding, **limits))
+    results = select(placed, held * 0, held, held // 2)
+    expected = select_blocks(scores, held * 0, held, held // 2, **limits)
+    jax.tree.map(np.testing.assert_array_equal, results, expected)
+    heads = model.num_kv_heads // (mesh[1] if model is TINY else 1)
+    assert results[0].addressable_shards[0].data.shape == (8 // mesh[0], heads, 6)
 
 
 def test_a_cache_of_one_block():
@@ -175,7 +193,7 @@ def test_selection_of_a_step(name, step):
 
 
 def test_the_root_alone_selects(step):
-    """All drafted tokens use the root's set: their own queries, even NaN, do not show in it."""
+    """The paper's score: drafted tokens use the root's set, and their own queries, even NaN, do not show."""
     lengths, queries, keys = step
     plan = attention_plan(MODEL, block_size=BLOCK, keep=0.5)
     drafted = np.arange(3)[:, None, None] > 0
@@ -188,7 +206,7 @@ def test_keys_behind_the_length_do_not_select(step):
     """Rejected drafts and whatever else lies there: NaN changes no choice."""
     lengths, queries, keys = step
     dead = np.arange(CAPACITY)[:, None] >= lengths[:, None, None, None]
-    for score in PLAIN_SCORES:
+    for score in SCORES:
         plan = attention_plan(MODEL, block_size=BLOCK, keep=0.5, score=score)
         before = choose_all(plan, lengths, queries, keys, LIVE)
         after = choose_all(plan, lengths, queries, np.where(dead, np.nan, keys).astype(np.float32), LIVE)

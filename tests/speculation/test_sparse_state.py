@@ -9,11 +9,12 @@ import pytest
 from sv_jax.drafts.none import NoDraft
 from sv_jax.drafts.prompt_lookup import PromptLookup
 from sv_jax.speculation.commit import commit
-from sv_jax.speculation.loop import decode_slice
+from sv_jax.speculation.loop import decode_slice, verify_and_accept
 from sv_jax.speculation.request import make_request
 from sv_jax.speculation.state import grow_state, start_state
 from sv_jax.speculation.types import Acceptance, Draft
 from tests.sparsity.plain_selection import plain_summary
+from tests.speculation.sparse_tools import random_cache, random_draft
 from tests.tiny import (
     TINY,
     attention_plan,
@@ -21,23 +22,23 @@ from tests.tiny import (
     make_target,
     prefilled,
     random_prompts,
+    replace,
     row_counts,
 )
 
 BLOCK, T = 16, 6
-MODEL = TINY
+MODEL = replace(TINY, num_layers=1)
 PLANS = {
-    score: attention_plan(MODEL, block_size=BLOCK, keep=0.5, score=score, dense_layers=(0,))
+    score: attention_plan(MODEL, block_size=BLOCK, keep=0.5, score=score)
     for score in ("mean", "bound", "mass")
 }
 
 
 def check_summaries(state, tolerance=1e-6):
     """Every statistic of every block that holds a committed key; blocks behind have 0."""
-    assert [layer is not None for layer in state.summaries.layers] == [False, True]
     lengths = state.lengths.tolist()
     for keys, summary in zip(state.cache.keys, state.summaries.layers):
-        for name, got in (summary or {}).items():
+        for name, got in summary.items():
             expected = [plain_summary(name, row, n, BLOCK) for row, n in zip(np.asarray(keys), lengths)]
             np.testing.assert_allclose(got, expected, atol=tolerance, err_msg=name)
 
@@ -106,13 +107,30 @@ def test_decoding_and_growing():
     state = decode_slice(target, params, drafter, state, np.int32(99), sparsity=plan)
     check_summaries(state)
     rows = row_counts(state, 5)
-    assert bool(state.finished.all()) and all(row.accepted < row.drafted for row in rows)
-    assert sum(row.accepted for row in rows) > 0
+    assert bool(state.finished.all())
+    assert 0 < sum(row.accepted for row in rows) < sum(row.drafted for row in rows)
+
+
+def test_finished_rows_do_not_keep_a_batch_from_the_dense_path():
+    """The step of a batch whose live rows are within l0 is dense verification's, bit for bit."""
+    target, params = make_model(TINY)  # keys of its second layer show what the first one read
+    plan = attention_plan(TINY, block_size=BLOCK, l0=32, rho=0.0)
+    state = start_state(target, make_request([1, 1], [60, 60]), capacity=96, sparsity=plan)
+    cache = random_cache(TINY, 2, 96)
+    state = dataclasses.replace(state, cache=cache, lengths=np.array([30, 90], np.int32))
+    draft = random_draft(2, (-1, 0, 1))
+    run = jax.jit(verify_and_accept, static_argnums=0)
+    (_, dense, _, _) = run(target, params, state, draft)
+    for finished, same in [(True, True), (False, False)]:
+        rows = dataclasses.replace(state, finished=np.array([False, finished]))
+        (_, new_kv, _, _) = run(target, params, rows, draft, plan)
+        equal = [bool((a == b).all()) for a, b in zip(jax.tree.leaves(new_kv), jax.tree.leaves(dense))]
+        assert all(equal) == same
 
 
 def test_without_a_plan_there_are_none():
     target, params = make_model(MODEL)
-    state = prefilled(target, params, random_prompts((5,)), limits=[20])
+    state = start_state(target, make_request([1], [9]), capacity=64)
     assert state.summaries is None
     with pytest.raises(ValueError, match="start_state needs the same sparsity plan"):
         decode_slice(target, params, NoDraft(), state, np.int32(1), sparsity=PLANS["mean"])
