@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 
 from sv_jax.config import Range, UserError
-from sv_jax.evaluation.user_texts import UserText, read_texts
+from sv_jax.evaluation.user_texts import KINDS, UserText, read_texts
 from sv_jax.option_parser import build_parser, parse_given
 from sv_jax.option_table import at_least, declare, flag
 from sv_jax.sparsity.config import RANGES, SCORES, AttentionSparsity, read_sparsity
 
-KINDS = ("ordinary", "copy", "needle")
 CONTROLS = ("recent", "random", "oracle")
 SELECTORS = (*SCORES, *CONTROLS)
 

@@ -27,11 +27,10 @@ from sv_jax.evaluation.cutting import (
 )
 from sv_jax.evaluation.documents import Document, Split, Style, load_documents, split_of
 from sv_jax.evaluation.needles import PER_DOCUMENT, needle_case
-from sv_jax.evaluation.user_texts import UserText
+from sv_jax.evaluation.user_texts import KINDS, UserText
 
 __all__ = ["KINDS", "MEASURED", "Case", "make_cases", "user_cases"]
 
-KINDS = ("ordinary", "copy", "needle")
 MEASURED = 128  # tokens of an ordinary or copied text whose prediction is compared
 LOCKED_ON = 16  # first tokens of a repeated passage, unmeasured: the model sees that it is to copy
 FAR_BACK = 0.75  # share of the document's tokens that a passage is taken from: not of its recent quarter

@@ -9,6 +9,7 @@ from typing import Any
 
 from sv_jax.config import UserError
 
+KINDS = ("ordinary", "copy", "needle")  # of the built-in texts; the user's have others
 FIELDS = ("text", "kind", "name")
 
 
@@ -67,4 +68,6 @@ def _read_line(line: str, number: int, label: str) -> UserText:
             raise UserError(f"{label}: {key} is {entry[key]!r:.40}; allowed: text that is not blank")
     if "text" not in entry:
         raise UserError(f"{label} has no text; allowed: an object with a key 'text'")
+    if entry.get("kind") in KINDS:
+        raise UserError(f"{label}: kind {entry['kind']!r} is a built-in kind; allowed: any other name")
     return UserText(entry.get("name", f"line-{number}"), entry.get("kind", "own"), entry["text"], number)

