@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 Table = tuple[list[str], list[list[str]]]  # headings, rows
 KEYS = ["kind", "context", "block", "keep", "selector"]
 LEGEND = (
-    "context: tokens of a text. agreement: share of positions at which dense and sparse verification have the "
-    "same most likely token. KL: of the sparse law from the dense one, nats a position. prefix: positions "
-    "before the first disagreement. In brackets: 95 % intervals, bootstrap over documents. kB: K, V and block "
-    "summaries that a step reads for a row. share: of what a dense step reads."
+    "context: tokens of a text. agreement: share of positions at which dense and sparse verification have "
+    "one most likely token. KL: of the sparse law from the dense one, nats a position. prefix: positions "
+    "before the first disagreement. In brackets: 95 % intervals, bootstrap over documents. kB: K, V and "
+    "block summaries that a step reads for a row. share: of what a dense step reads."
 )
 
 
