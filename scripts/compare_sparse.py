@@ -105,8 +105,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         differs = row["first_difference"]
         pace = f"{row['tokens_per_second']:.1f} ({low:.1f}..{high:.1f})"
         lines.append(
-            f"| {row['cell']} | {row['verification']} | {pace} | {row['of_dense']:.2f} | {row['mean_acceptance_length']:.2f} "
-            f"| {'none' if differs is None else differs + 1} |"
+            f"| {row['cell']} | {row['verification']} | {pace} | {row['of_dense']:.2f} "
+            f"| {row['mean_acceptance_length']:.2f} | {'none' if differs is None else differs + 1} |"
         )
     return "\n".join(lines)
 
