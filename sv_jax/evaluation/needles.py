@@ -57,8 +57,8 @@ def needle_case(
     others = len(head) + len(fact) + len(question) + len(answer_ids)
     body = case_length(context, 2 * others) - others  # tokens of the document itself
     text = covered_text(tokenizer, document.text, body)
-    place = _sentence_end(text, round(_draw_depth(document, number, generator) * len(text)))
-    before = encode_piece(tokenizer, text[:place])
+    place = _sentence_end(text, _draw_depth(document, number, generator))
+    before = encode_piece(tokenizer, text[:place])[:body]
     after = encode_piece(tokenizer, text[place:])[: body - len(before)]
     if len(before + after) < body:
         return None
@@ -84,7 +84,7 @@ def _draw_answer(tokenizer: TextTokenizer, generator: np.random.Generator) -> tu
     raise UserError(f"the tokenizer has no other number of five digits in {size} tokens")
 
 
-def _sentence_end(text: str, place: int) -> int:
-    """The offset behind the sentence that `place` is in."""
-    found = SENTENCE_END.search(text, place)
-    return found.end() if found else place
+def _sentence_end(text: str, depth: float) -> int:
+    """The offset behind the sentence whose end is nearest to that share of the text; 0 where none ends."""
+    ends = [found.end() for found in SENTENCE_END.finditer(text)]
+    return min(ends, key=lambda end: abs(end - depth * len(text)), default=0)

@@ -11,6 +11,7 @@ from sv_jax.evaluation import documents as sources
 from sv_jax.evaluation.cutting import RESERVED
 from sv_jax.evaluation.documents import Document, load_documents, split_of
 from sv_jax.evaluation.texts import KINDS, LEAD_INS, LOCKED_ON, make_cases
+from tests.engine import real_tokenizers
 from tests.evaluation.words import BOS, WordTokenizer, documents_of, make_document
 
 CONTEXT, MEASURED = 600, 24
@@ -37,6 +38,37 @@ def test_cases_run_as_one_batch(kind, bos):
     assert len({case.name for case in cases}) == len(cases) == (18 if kind == "needle" else 6)
     assert all(case.kind == kind and case.name.startswith(f"{kind}/{case.document}/600") for case in cases)
     assert all((case.token_ids[0] == BOS) == bos and BOS not in case.token_ids[1:] for case in cases)
+
+
+class TrainedTokenizer:
+    """What `sv_jax.checkpoints.Tokenizer` does, around one that was trained a moment ago."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def encode(self, text, *, add_special_tokens=True):
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids, *, skip_special_tokens=True):
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", [real_tokenizers.byte_level, real_tokenizers.byte_fallback])
+def test_tokenizers_of_other_kinds(make, kind):
+    """Several digits in a token, tokens that begin a piece with a space of their own."""
+    tokenizer = TrainedTokenizer(make())
+    documents = documents_of("evaluation", 3, paragraphs=60)
+    cases = make_cases(kind, tokenizer, context=2000, measured=MEASURED, documents=documents)
+    assert len({(len(case.token_ids), case.measured) for case in cases}) == 1
+    assert len({case.document for case in cases}) == 3
+    for case in cases:
+        if kind == "copy":
+            passage = case.token_ids[-LOCKED_ON - MEASURED :]
+            assert len(places(case.token_ids, passage)) == 2
+        if kind == "needle":
+            text, answer = (tokenizer.decode(x) for x in (case.token_ids, case.token_ids[-case.measured :]))
+            assert len(answer.strip()) == 5 and text.count(answer.strip()) == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
