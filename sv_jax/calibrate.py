@@ -51,7 +51,12 @@ def prepare(
     texts: the user's; None: the built-in ones.
     """
     from sv_jax import sharding
-    from sv_jax.evaluation.calibration_run import CalibrationSettings, check_layers, layer_windows
+    from sv_jax.evaluation.calibration_run import (
+        CalibrationSettings,
+        check_budget,
+        check_layers,
+        layer_windows,
+    )
 
     mesh = sharding.parse_mesh(options.mesh)
     sharding.ensure_devices(mesh[0] * mesh[1])
@@ -81,6 +86,7 @@ def prepare(
     )
     check_layers(settings, layer_windows(model))
     cases = make_texts(options, texts, model)
+    check_budget(settings, cases[0])
     positions = sum(case.measured for case in cases)
     say(f"{len(cases)} texts of {len(cases[0].token_ids)} tokens, {positions} positions compared")
     model.load_weights()
@@ -154,11 +160,14 @@ def run(options: CalibrateOptions) -> int:
     model, settings, cases = prepare(options, texts)
     store = Store(partial_path(output))
     if len(store):
-        say(f"{store.path} has {len(store)} measured steps; those that fit are not measured again")
+        say(f"steps measured before: {len(store)}, in {store.path}; those that fit are used")
     with deferred_interrupts() as interrupted:
         calibration = calibrate(model, cases, settings, store, should_stop=interrupted)
     if calibration is None:
-        say(f"{len(store)} measured steps are kept in {store.path}; the same command goes on from there")
+        if len(store):
+            say(f"measured steps: {len(store)}, in {store.path}; the same command goes on from there")
+        else:
+            store.path.unlink()
         return INTERRUPTED
     write(output, options, model, settings, cases, calibration)
     store.path.unlink()

@@ -124,7 +124,8 @@ class CalibrateOptions:
         words = [PROGRAM]
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name != "force" and value != field.default:
+            default = TOLERANCES[self.method] if field.name == "tolerance" else field.default
+            if field.name != "force" and value != default:
                 words += [flag(field.name), shlex.quote(str(value))]
         return " ".join(words)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from sv_jax.evaluation.calibration import (
 from sv_jax.evaluation.drift_run import checkpoint_hash
 from sv_jax.evaluation.store import Store, tokens_hash
 from sv_jax.evaluation.texts import Case
+from sv_jax.evaluation.true_steps import split_case
 from sv_jax.sparsity.config import AttentionSparsity
 
 VERSION = 1  # of what is measured and how: figures of other versions are not used again
@@ -102,6 +104,22 @@ def check_layers(settings: CalibrationSettings, windows: Sequence[int | None]) -
         )
 
 
+def check_budget(settings: CalibrationSettings, case: Case) -> None:
+    """Raises UserError where a head has no choice among the blocks before a case's first step."""
+    attention = settings.attention
+    length, _ = split_case(len(case.token_ids), case.measured, settings.num_speculative_tokens + 1)
+    l0, rho = attention.budget
+    tokens = min(length, l0) + math.floor(max(length - l0, 0) * rho)
+    held, budget = (-(-count // attention.block_size) for count in (length, tokens))
+    always = attention.sink_blocks + attention.local_blocks
+    if not always < budget < held:
+        raise UserError(
+            f"{length} tokens of context are {held} blocks, of which {always} are always read and "
+            f"{min(max(budget, always), held)} altogether: nothing is left to be chosen; "
+            "allowed: a longer context, smaller blocks, another share that is kept"
+        )
+
+
 def layer_windows(model: LanguageModel) -> tuple[int | None, ...]:
     config = model.target.config
     return tuple(config.sliding_window(layer) for layer in range(config.num_layers))
@@ -122,10 +140,11 @@ def calibrate(
       cases: all of one length and with as many measured tokens.
 
     Raises:
-      UserError: see `check_layers`.
+      UserError: see `check_layers`, `check_budget`.
     """
     windows = layer_windows(model)
     check_layers(settings, windows)
+    check_budget(settings, cases[0])
     layers, pairs = len(windows), allowed_pairs(windows, settings.reach)
     runner = _Runner(model, cases, settings, store, progress, should_stop)
 
