@@ -54,7 +54,7 @@ def encode_piece(tokenizer: TextTokenizer, text: str, most: int | None = None) -
         return tokenizer.encode(text, add_special_tokens=False)
     # A token of real text has 3 to 6 characters; to encode a megabyte for 4,000 tokens would take a second.
     ids = tokenizer.encode(text[: 6 * most], add_special_tokens=False)
-    if len(ids) <= most:  # the last token may be a fragment of a word
+    if len(ids) <= most and len(text) > 6 * most:  # the last token may be a fragment of a word
         ids = tokenizer.encode(text[: 24 * most], add_special_tokens=False)
     return ids[:most]
 
