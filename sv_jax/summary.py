@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # importing the engine imports JAX, which --help must not wai
 BAR_WIDTH = 40
 GREEDY_LAW = "the output equals plain greedy decoding up to near-ties"
 SAMPLED_LAW = "the output follows the law of plain sampling"
-LONGEST_WORD = 16  # of a provenance: hashes are cut
+LONGEST_WORD, LONGEST_LIST = 16, 3  # of a provenance: hashes are cut, longer lists counted
 
 
 def jsonable(value: Any) -> Any:
@@ -85,6 +85,8 @@ def provenance_lines(sparsity: SparsityConfig, sha256: str | None) -> list[str]:
 
 
 def _beginning(value: Any) -> str:
+    if isinstance(value, list) and len(value) > LONGEST_LIST:
+        return f"({len(value)} of them)"
     words = str(value).split()
     return " ".join(word if len(word) <= LONGEST_WORD else word[: LONGEST_WORD - 1] + "…" for word in words)
 

@@ -109,9 +109,10 @@ def test_provenance(loaded, warned, fake, capsys, file):
 
 
 def test_provenance_is_one_line_whatever_stands_there():
-    config = SparsityConfig(provenance=(("note", "two\nlines"), ("model_sha256", 5), ("empty", "")))
-    lines = provenance_lines(config, SHA)
-    assert lines[0].endswith("note two lines, model_sha256 5, empty ") and len(lines) == 2
+    provenance = (("note", "two\nlines"), ("texts", ["a"] * 40), ("model_sha256", 5), ("empty", ""))
+    lines = provenance_lines(SparsityConfig(provenance=provenance), SHA)
+    told = "note two lines, texts (40 of them), model_sha256 5, empty "
+    assert lines[0].endswith(told) and len(lines) == 2
     assert not any("\n" in line for line in lines)
 
 
