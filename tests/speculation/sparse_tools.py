@@ -20,8 +20,9 @@ from sv_jax.sparsity.selection import make_chooser, summary_scorer
 from sv_jax.sparsity.summaries import BlockSummaries, planned_summaries, update_summaries
 from sv_jax.speculation.loop import existing_nodes
 from sv_jax.speculation.tree import ancestor_mask, node_depths
-from sv_jax.speculation.types import Draft, Verification
+from sv_jax.speculation.types import Draft, SpeculationState, Verification
 from sv_jax.speculation.verify import verify
+from tests.sparsity.plain_selection import plain_summary
 from tests.tiny import make_model
 
 CHAIN, TREE = (-1, 0, 1, 2, 3), (-1, 0, 0, 1, 2, 2)  # parents
@@ -60,6 +61,17 @@ def random_cache(
 def random_draft(batch: int, parents: tuple[int, ...]) -> Draft:
     tokens = np.random.default_rng(1).integers(0, 64, (batch, len(parents)))
     return Draft(tokens.astype(np.int32), np.resize(np.array(parents, np.int32), tokens.shape))  # type: ignore[arg-type]
+
+
+def check_summaries(state: SpeculationState, tolerance: float = 1e-6) -> None:
+    """Every statistic of every block that holds a committed key; blocks behind have 0. Layouts are BKSD."""
+    assert state.summaries is not None
+    lengths, size = state.lengths.tolist(), state.summaries.block_size
+    for keys, summary in zip(state.cache.keys, state.summaries.layers):
+        assert summary is not None
+        for name, got in summary.items():
+            expected = [plain_summary(name, row, n, size) for row, n in zip(np.asarray(keys), lengths)]
+            np.testing.assert_allclose(got, expected, atol=tolerance, err_msg=name)
 
 
 @partial(jax.jit, static_argnames=("model",))

@@ -3,18 +3,18 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from sv_jax.drafts.none import NoDraft
-from sv_jax.drafts.prompt_lookup import PromptLookup
+from sv_jax.speculation import loop
 from sv_jax.speculation.commit import commit
 from sv_jax.speculation.loop import decode_slice, verify_and_accept
 from sv_jax.speculation.request import make_request
 from sv_jax.speculation.state import grow_state, start_state
 from sv_jax.speculation.types import Acceptance, Draft
-from tests.sparsity.plain_selection import plain_summary
-from tests.speculation.sparse_tools import random_cache, random_draft
+from tests.speculation.sparse_tools import check_summaries, random_draft
 from tests.tiny import (
     TINY,
     attention_plan,
@@ -23,7 +23,6 @@ from tests.tiny import (
     prefilled,
     random_prompts,
     replace,
-    row_counts,
 )
 
 BLOCK, T = 16, 6
@@ -32,15 +31,6 @@ PLANS = {
     score: attention_plan(MODEL, block_size=BLOCK, keep=0.5, score=score)
     for score in ("mean", "bound", "mass")
 }
-
-
-def check_summaries(state, tolerance=1e-6):
-    """Every statistic of every block that holds a committed key; blocks behind have 0."""
-    lengths = state.lengths.tolist()
-    for keys, summary in zip(state.cache.keys, state.summaries.layers):
-        for name, got in summary.items():
-            expected = [plain_summary(name, row, n, BLOCK) for row, n in zip(np.asarray(keys), lengths)]
-            np.testing.assert_allclose(got, expected, atol=tolerance, err_msg=name)
 
 
 def random_acceptance(rng, batch):
@@ -79,8 +69,9 @@ def test_commits(score):
 
 
 @pytest.mark.parametrize(("chunk", "score"), [(1, "mean"), (7, "bound"), (40, "mass")])
-def test_prefill_in_chunks(chunk, score):
-    """Prompts that end before, at and behind the edge of a block; short ones wait for the longest."""
+def test_prefill_in_chunks_and_growth(chunk, score):
+    """Prompts that end before, at and behind the edge of a block; short ones wait for the longest. A larger
+    bucket changes nothing."""
     target, params = make_model(MODEL)
     prompts = random_prompts((1, 15, 16, 17, 33, 40, 0))
     state = prefilled(
@@ -88,44 +79,34 @@ def test_prefill_in_chunks(chunk, score):
     )
     assert state.lengths.tolist() == [1, 15, 16, 17, 33, 40, 0]
     check_summaries(state)
-
-
-def test_decoding_and_growing():
-    """Steps that accept and reject, a bucket that fills up, and another one."""
-    target, params = make_model(MODEL)
-    plan, drafter = PLANS["bound"], PromptLookup(4)
-    prompts = random_prompts((5, 20, 33, 1))
-    state = prefilled(target, params, prompts, limits=[70, 80, 50, 60], capacity=48, sparsity=plan)
-    state = decode_slice(target, params, drafter, state, np.int32(99), sparsity=plan)
-    check_summaries(state)
     before = jax.tree.map(np.asarray, state.summaries)
-    state = grow_state(target, state, capacity=128)
+    state = grow_state(target, state, capacity=192)
     check_summaries(state)
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(state.summaries)):
-        assert new.shape[2] == 128 // BLOCK
+        assert new.shape[2] == 192 // BLOCK
         np.testing.assert_array_equal(old, new[:, :, : old.shape[2]])
-    state = decode_slice(target, params, drafter, state, np.int32(99), sparsity=plan)
-    check_summaries(state)
-    rows = row_counts(state, 5)
-    assert bool(state.finished.all())
-    assert 0 < sum(row.accepted for row in rows) < sum(row.drafted for row in rows)
 
 
-def test_finished_rows_do_not_keep_a_batch_from_the_dense_path():
-    """The step of a batch whose live rows are within l0 is dense verification's, bit for bit."""
-    target, params = make_model(TINY)  # keys of its second layer show what the first one read
-    plan = attention_plan(TINY, block_size=BLOCK, l0=32, rho=0.0)
-    state = start_state(target, make_request([1, 1], [60, 60]), capacity=96, sparsity=plan)
-    cache = random_cache(TINY, 2, 96)
-    state = dataclasses.replace(state, cache=cache, lengths=np.array([30, 90], np.int32))
-    draft = random_draft(2, (-1, 0, 1))
-    run = jax.jit(verify_and_accept, static_argnums=0)
-    (_, dense, _, _) = run(target, params, state, draft)
-    for finished, same in [(True, True), (False, False)]:
-        rows = dataclasses.replace(state, finished=np.array([False, finished]))
-        (_, new_kv, _, _) = run(target, params, rows, draft, plan)
-        equal = [bool((a == b).all()) for a, b in zip(jax.tree.leaves(new_kv), jax.tree.leaves(dense))]
-        assert all(equal) == same
+def test_finished_rows_are_not_live(monkeypatch):
+    """They do not keep a batch from the dense path."""
+
+    class AskedError(Exception):
+        pass
+
+    def ask(plan, score, lengths, live, **_):
+        raise AskedError(lengths.tolist(), live.tolist())
+
+    monkeypatch.setattr(loop, "make_chooser", ask)
+    state = start_state(
+        make_target(MODEL), make_request([1] * 3, [60] * 3), capacity=64, sparsity=PLANS["mean"]
+    )
+    state = dataclasses.replace(
+        state, lengths=np.array([30, 0, 50], np.int32), finished=np.array([False, True, True])
+    )
+    with pytest.raises(AskedError) as error:
+        draft = jax.tree.map(jnp.asarray, random_draft(3, (-1, 0)))
+        verify_and_accept(*make_model(MODEL), state, draft, PLANS["mean"])
+    assert error.value.args == ([30, 0, 50], [True, False, False])
 
 
 def test_without_a_plan_there_are_none():
