@@ -8,8 +8,18 @@ import signal
 import threading
 import time
 
+import pytest
+
 from sv_jax.interrupts import deferred_interrupts
 from tests.fake_engine import FakeModel, python, run
+
+
+@pytest.fixture(autouse=True)
+def _interrupts_are_heard():
+    """A shell's background jobs, of which a test run may be one, start with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_interrupted_comparison_still_gives_the_output(fake, capsys):
