@@ -14,7 +14,7 @@ from sv_jax.speculation.loop import decode_slice, verify_and_accept
 from sv_jax.speculation.request import make_request
 from sv_jax.speculation.state import grow_state, start_state
 from sv_jax.speculation.types import Acceptance, Draft
-from tests.speculation.sparse_tools import check_summaries, random_draft
+from tests.speculation.sparse_tools import check_summaries
 from tests.tiny import (
     TINY,
     attention_plan,
@@ -87,26 +87,27 @@ def test_prefill_in_chunks_and_growth(chunk, score):
         np.testing.assert_array_equal(old, new[:, :, : old.shape[2]])
 
 
-def test_finished_rows_are_not_live(monkeypatch):
-    """They do not keep a batch from the dense path."""
+def test_whom_a_step_asks(monkeypatch):
+    """The root and drafted tokens, not empty slots; finished rows do not keep a batch from the dense path."""
 
     class AskedError(Exception):
         pass
 
-    def ask(plan, score, lengths, live, **_):
-        raise AskedError(lengths.tolist(), live.tolist())
+    def ask(plan, asked, lengths, live, **_):
+        raise AskedError(asked, lengths.tolist(), live.tolist())
 
+    monkeypatch.setattr(loop, "summary_scorer", lambda plan, summaries, lengths, nodes: nodes.tolist())
     monkeypatch.setattr(loop, "make_chooser", ask)
-    state = start_state(
-        make_target(MODEL), make_request([1] * 3, [60] * 3), capacity=64, sparsity=PLANS["mean"]
-    )
+    plan = PLANS["mass"]
+    state = start_state(make_target(MODEL), make_request([1] * 3, [60] * 3), capacity=64, sparsity=plan)
     state = dataclasses.replace(
         state, lengths=np.array([30, 0, 50], np.int32), finished=np.array([False, True, True])
     )
+    parents = jnp.array([[-1, 0, 1], [-1, -1, -1], [-1, -1, 0]])
     with pytest.raises(AskedError) as error:
-        draft = jax.tree.map(jnp.asarray, random_draft(3, (-1, 0)))
-        verify_and_accept(*make_model(MODEL), state, draft, PLANS["mean"])
-    assert error.value.args == ([30, 0, 50], [True, False, False])
+        verify_and_accept(*make_model(MODEL), state, Draft(jnp.zeros_like(parents), parents), plan)
+    nodes = [[True, True, True], [True, False, False], [True, False, True]]
+    assert error.value.args == (nodes, [30, 0, 50], [True, False, False])
 
 
 def test_without_a_plan_there_are_none():
