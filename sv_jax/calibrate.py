@@ -88,7 +88,8 @@ def prepare(
     cases = make_texts(options, texts, model)
     check_budget(settings, cases[0])
     positions = sum(case.measured for case in cases)
-    say(f"{len(cases)} texts of {len(cases[0].token_ids)} tokens, {positions} positions compared")
+    noun = "text" if len(cases) == 1 else "texts"
+    say(f"{len(cases)} {noun} of {len(cases[0].token_ids)} tokens, {positions} positions compared")
     model.load_weights()
     return model, settings, cases
 

@@ -14,6 +14,8 @@ from sv_jax.sparsity.config import RANGES, SCORES, AttentionSparsity
 
 PROGRAM = "python -m sv_jax.calibrate"
 METHODS = ("damage", "jaccard")
+# On smollm2-135m (2k, blocks of 32, a quarter kept) 0.01 nats are 8 of 30 anchors. Up to 0.1 nats, 5 anchors,
+# copies of other documents drift no more than with a choice in every layer; a similarity of 0.75 takes 14.
 TOLERANCES = {"damage": 0.01, "jaccard": 0.75}
 DEFAULT = AttentionSparsity()
 
