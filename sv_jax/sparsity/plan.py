@@ -119,7 +119,6 @@ def describe(plan: SparsityPlan) -> list[str]:
     attention = plan.attention
     l0, rho = attention.most_l0, attention.most_rho
     if l0:
-        budget = f"all of the first {l0} tokens' number and {100 * rho:g} % of what a context has beyond"
         budget = (
             f"everything up to {l0} tokens of context; beyond, {l0} tokens and {100 * rho:g} % of the rest"
         )
