@@ -84,7 +84,7 @@ def test_a_single_row_in_a_cache_of_one_block():
     """Whatever the budget, there is one block to choose from, and it is read."""
     prompts, expected = plain()
     plan = attention_plan(MODEL, block_size=128, keep=0.01)
-    got, _ = decode(*make_model(MODEL), PromptLookup(3), prompts[1:2], new_tokens=NEW, sparsity=plan)
+    got, _ = decode(*make_model(MODEL), NoDraft(), prompts[1:2], new_tokens=NEW, sparsity=plan)
     assert got == expected[1:2]
 
 

@@ -72,7 +72,6 @@ def check_same_bits(before, after):
         (32, MHA, TREE, "BSKD", "bound"),
         (64, WINDOWED, TREE, "BKSD", "mean"),
         (128, GQA, CHAIN, "BSKD", "mean"),
-        (16, WINDOWED, CHAIN, "BSKD", "bound"),
     ],
 )
 def test_everything_kept_is_dense(block_size, model, parents, layout, score):
