@@ -41,6 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--anchors", type=layers, default=None, help="layers that select, 0,4,8; default: all"
     )
+    parser.add_argument("--dense-layers", type=layers, default=(), help="layers that read everything, 18,20")
     parser.add_argument("--num-speculative-tokens", type=int, default=7)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=4, help="steps in one timed slice")
@@ -68,7 +69,10 @@ def bench(model: Any, arguments: argparse.Namespace, machine: dict[str, float]) 
     num_nodes = arguments.num_speculative_tokens + 1
     wrong = make_wrong_drafter(arguments.num_speculative_tokens)
     base = AttentionSparsity(
-        block_size=arguments.block_size, score=arguments.score, anchors=arguments.anchors
+        block_size=arguments.block_size,
+        score=arguments.score,
+        anchors=arguments.anchors,
+        dense_layers=arguments.dense_layers,
     )
     plans: dict[str, SparsityPlan | None] = {"dense": None}
     for keep in arguments.keep:

@@ -1,4 +1,4 @@
-"""Command line: finds the layers that have to select blocks (SA*), and writes them into a sparsity file.
+"""Command line: finds the layers that must be dense or select blocks (SA*), and writes a sparsity file.
 
     python -m sv_jax.calibrate --keep 0.25 --output configs/sparsity/mine.toml
     python -m sv_jax.generate --verify sparse --sparsity configs/sparsity/mine.toml --prompt-file long.txt
@@ -74,7 +74,7 @@ def prepare(
             f"{flag('context')} {options.context} is not allowed; allowed for this model: up to "
             f"{model.max_model_len}"
         )
-    assert options.tolerance is not None
+    assert options.tolerance is not None and options.max_dense_layers is not None
     settings = CalibrationSettings(
         attention=options.attention,
         method=options.method,
@@ -82,6 +82,8 @@ def prepare(
         reach=options.reach,
         max_anchors=options.max_anchors,
         tolerance=options.tolerance,
+        max_dense_layers=options.max_dense_layers,
+        dense_gain=options.dense_gain,
         batch_size=options.batch_size,
     )
     check_layers(settings, layer_windows(model))
@@ -134,12 +136,16 @@ def write(
     use = f"python -m sv_jax.generate --model {shlex.quote(options.model)} --verify sparse --sparsity "
     write_sparsity(
         output,
-        dataclasses.replace(settings.attention, anchors=calibration.chosen.anchors),
+        dataclasses.replace(
+            settings.attention,
+            anchors=calibration.chosen.anchors,
+            dense_layers=tuple(sorted(calibration.dense_layers)),
+        ),
         provenance(calibration, settings, model, cases, context=options.context, seed=options.seed)
         | {"sv_jax": sv_jax.__version__},
         heading=(
-            "Anchors choose the blocks that are read; every other layer reads what the last anchor before it",
-            "chose.",
+            "Dense layers read everything. Anchors choose the blocks that are read; every other layer reads",
+            "what the last anchor before it chose.",
             "",
             f"    {use}{shlex.quote(options.output)}",
             "",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sv_jax.config import Range, UserError
 from sv_jax.option_parser import build_parser, parse_given
@@ -17,6 +18,8 @@ METHODS = ("damage", "jaccard")
 # On smollm2-135m (2k, blocks of 32, a quarter kept) 0.01 nats are 8 of 30 anchors. Up to 0.1 nats, 5 anchors,
 # copies of other documents drift no more than with a choice in every layer; a similarity of 0.75 takes 14.
 TOLERANCES = {"damage": 0.01, "jaccard": 0.75}
+MOST_DENSE = {"damage": 2, "jaccard": 0}
+BY_METHOD: Mapping[str, Mapping[str, Any]] = {"tolerance": TOLERANCES, "max_dense_layers": MOST_DENSE}
 DEFAULT = AttentionSparsity()
 
 
@@ -86,6 +89,21 @@ class CalibrateOptions:
         metavar="X",
         range=Range(float, lambda value: value >= 0, "a number of at least 0"),
     )
+    max_dense_layers: int | None = declare(
+        None,
+        "number",
+        "most layers that read everything, those in which leaving blocks out does most of the damage "
+        "(default: " + ", ".join(f"{method} {number}" for method, number in MOST_DENSE.items()) + ")",
+        metavar="N",
+        range=at_least(0),
+    )
+    dense_gain: float = declare(
+        0.2,
+        "real",
+        "a layer reads everything if that takes away at least this share of the KL",
+        metavar="X",
+        range=Range(float, lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+    )
     reach: int = declare(
         8, "number", "layers that an anchor may lie before a layer", metavar="N", range=at_least(1)
     )
@@ -126,7 +144,7 @@ class CalibrateOptions:
         words = [PROGRAM]
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            default = TOLERANCES[self.method] if field.name == "tolerance" else field.default
+            default = BY_METHOD[field.name][self.method] if field.name in BY_METHOD else field.default
             if field.name != "force" and value != default:
                 words += [flag(field.name), shlex.quote(str(value))]
         return " ".join(words)
@@ -137,12 +155,15 @@ def parse_options(arguments: Sequence[str] | None = None) -> CalibrateOptions:
     parser = build_parser(
         CalibrateOptions,
         prog=PROGRAM,
-        description="Finds the layers whose choice of blocks others can reuse, and writes a file for "
+        description="Finds the layers that have to read everything and those whose choice of blocks others "
+        "can reuse, and writes a file for "
         "python -m sv_jax.generate --verify sparse --sparsity F.toml.",
     )
     options = CalibrateOptions(**parse_given(parser, CalibrateOptions, arguments))
-    if options.tolerance is None:
-        return dataclasses.replace(options, tolerance=TOLERANCES[options.method])
+    for name, defaults in BY_METHOD.items():
+        if getattr(options, name) is None:
+            options = dataclasses.replace(options, **{name: defaults[options.method]})
+    assert options.tolerance is not None
     if options.method == "jaccard" and options.tolerance > 1:
         raise UserError(f"{flag('tolerance')} {options.tolerance:g} is not allowed; allowed: up to 1")
     return options

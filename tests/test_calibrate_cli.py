@@ -72,7 +72,7 @@ def stop_after(monkeypatch, questions: int) -> None:
 
 
 def test_the_file_that_is_written(command, tmp_path, directory, texts):
-    code, out, err = command("--max-anchors=2", "--tolerance=1e-9")
+    code, out, err = command("--max-anchors=2", "--tolerance=1e-9", "--max-dense-layers=0")
     assert code == 0
     config = read_sparsity(tmp_path / "x.toml")
     anchors = config.attention.anchors
@@ -93,6 +93,18 @@ def test_the_file_that_is_written(command, tmp_path, directory, texts):
     assert "3 texts of 240 tokens, 96 positions compared" in err
     assert "measuring reuse (32 sparse steps)" in err and "measuring the chosen anchors" in err
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["x.toml"]
+
+
+def test_a_layer_that_reads_everything(command, tmp_path):
+    code, out, err = command("--max-dense-layers=1", "--dense-gain=0")
+    attention = read_sparsity(tmp_path / "x.toml").attention
+    assert code == 0 and len(attention.dense_layers) == 1 and attention.anchors
+    (layer,) = attention.dense_layers
+    assert f"layers that read everything: {layer} (1 of 3)" in out and f"but {layer}, dense" in out
+    assert (tmp_path / "x.toml").read_text().count("everything\n") == 1
+    assert "measuring dense layers, choice 1 (32 sparse steps)" in err
+    provenance = dict(read_sparsity(tmp_path / "x.toml").provenance)
+    assert provenance["with_dense_layers_kl"] <= provenance["every_layer_kl"]
 
 
 def test_the_command_in_the_file_writes_the_same_file(command, tmp_path):
@@ -145,6 +157,7 @@ BAD_FOR_A_MODEL = [
     (["--context=400"], "no text fills a context of 400 tokens; allowed: longer texts, or a smaller --c"),
     (["--context=128"], "79 tokens of context are 5 blocks, of which 2 are always read and 2 altogether"),
     (["--keep=1"], "207 tokens of context are 13 blocks, of which 2 are always read and 13 altogether"),
+    (["--max-dense-layers=3"], "max-dense-layers 3; allowed for the 3 layers of this model: up to 2"),
     (["--max-anchors=1", "--reach=1"], "max-anchors 1 with reach 1; allowed for the 3 layers of this model"),
 ]
 
@@ -174,6 +187,11 @@ BAD = [
         ["--output=x", "--max-anchors=0"],
         "--max-anchors 0 is not allowed; allowed: a whole number of at least 1",
     ),
+    (
+        ["--output=x", "--max-dense-layers=-1"],
+        "--max-dense-layers -1 is not allowed; allowed: a whole number",
+    ),
+    (["--output=x", "--dense-gain=1.5"], "--dense-gain 1.5 is not allowed; allowed: a number from 0 to 1"),
     (["--output=x", "--texts=missing.jsonl"], "--texts 'missing.jsonl': No such file"),
     (["--output=x", "--anchors=0"], "unrecognized arguments: --anchors=0; --help lists what is allowed"),
 ]
@@ -205,9 +223,10 @@ def test_mistakes_and_help_do_not_wait_for_jax():
 
 def test_options():
     options = parse_options(["--output", "a b.toml"])
-    assert options == CalibrateOptions(output="a b.toml", tolerance=TOLERANCES["damage"])
+    assert options == CalibrateOptions(output="a b.toml", tolerance=TOLERANCES["damage"], max_dense_layers=2)
     assert options.attention == AttentionSparsity(keep=0.25)
     assert parse_options(["--output=x", "--method=jaccard"]).tolerance == TOLERANCES["jaccard"]
+    assert parse_options(["--output=x", "--method=jaccard"]).max_dense_layers == 0
     given = parse_options(["--output=a b", "--keep=.5", "--score=bound", "--force", "--tolerance=0.5"])
     assert given.command() == (
         "python -m sv_jax.calibrate --output 'a b' --keep 0.5 --score bound --tolerance 0.5"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+Windows = Mapping[int, int | None]
+"""Layers that may select, ascending, each with its sliding window; dense layers are not among them."""
 
 
 class AnchorChoice(NamedTuple):
@@ -13,13 +16,13 @@ class AnchorChoice(NamedTuple):
     anchors: tuple[int, ...]
 
 
-def allowed_pairs(windows: Sequence[int | None], reach: int) -> list[tuple[int, int]]:
+def allowed_pairs(windows: Windows, reach: int) -> list[tuple[int, int]]:
     """(anchor, layer) with layer - reach <= anchor < layer and one window: no others may share a set."""
     return [
         (anchor, layer)
-        for layer in range(len(windows))
-        for anchor in range(max(layer - reach, 0), layer)
-        if windows[anchor] == windows[layer]
+        for layer in windows
+        for anchor in windows
+        if layer - reach <= anchor < layer and windows[anchor] == windows[layer]
     ]
 
 
@@ -31,7 +34,7 @@ def cost_matrix(layers: int, pairs: Sequence[tuple[int, int]], costs: Sequence[f
     return matrix
 
 
-def best_choices(costs: np.ndarray, windows: Sequence[int | None]) -> dict[int, AnchorChoice]:
+def best_choices(costs: np.ndarray, windows: Windows) -> dict[int, AnchorChoice]:
     """For each possible number of anchors, the ones with the exact least sum of costs.
 
     A layer that is no anchor reads the set of the last anchor before it among the layers of its window, as
@@ -41,8 +44,8 @@ def best_choices(costs: np.ndarray, windows: Sequence[int | None]) -> dict[int, 
       costs: see `cost_matrix`. windows: of each layer.
     """
     total = {0: AnchorChoice(0.0, ())}
-    for window in dict.fromkeys(windows):
-        layers = [layer for layer, own in enumerate(windows) if own == window]
+    for window in dict.fromkeys(windows.values()):
+        layers = [layer for layer, own in windows.items() if own == window]
         total = _join(total, _choices_among(layers, costs))
     return {
         number: AnchorChoice(choice.cost, tuple(sorted(choice.anchors))) for number, choice in total.items()
@@ -91,20 +94,20 @@ def choose(choices: dict[int, AnchorChoice], *, most: int, tolerated: float) -> 
     return next((c for c in possible if c.cost <= tolerated), min(possible, key=lambda c: c.cost))
 
 
-def fewest_anchors(windows: Sequence[int | None], reach: int) -> int:
+def fewest_anchors(windows: Windows, reach: int) -> int:
     """The least number of anchors with which every layer has one that is at most `reach` before it."""
     pairs = allowed_pairs(windows, reach)
-    return min(best_choices(cost_matrix(len(windows), pairs, [0.0] * len(pairs)), windows))
+    return min(best_choices(cost_matrix(max(windows) + 1, pairs, [0.0] * len(pairs)), windows))
 
 
-def even_anchors(windows: Sequence[int | None], number: int) -> tuple[int, ...]:
+def even_anchors(windows: Windows, number: int) -> tuple[int, ...]:
     """`number` anchors spaced as evenly as the windows allow: each window's first layer is one.
 
     The same number for a comparison; how far back a layer's anchor lies is not limited.
     """
-    layers = len(windows)
-    firsts = {windows.index(window) for window in windows}
-    anchors = {i * layers // number for i in range(number)}
+    layers = list(windows)
+    firsts = {next(x for x in layers if windows[x] == window) for window in set(windows.values())}
+    anchors = {layers[i * len(layers) // number] for i in range(number)}
     for first in sorted(firsts - anchors):
         anchors.remove(min(anchors - firsts, key=lambda layer: abs(layer - first)))
         anchors.add(first)

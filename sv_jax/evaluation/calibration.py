@@ -1,7 +1,7 @@
-"""What it costs that a layer reads the blocks that an earlier layer selected (SA*), measured on true texts.
+"""What it costs that a layer reads what it would not select itself, measured on true texts.
 
-Every step runs T true tokens densely, then sparsely with every layer's own set, then once more for each pair
-(a, l) with nothing changed but that layer l reads layer a's set.
+Every step runs T true tokens densely, then sparsely with every layer's own set, then once more for each
+change of one layer: layer l reads everything (DENSE), or the set that an earlier layer a selected (SA*).
 
     damage   D[a, l] = mean KL(dense || sparse with l reading a's set) - mean KL(dense || sparse, own sets)
     jaccard  J[a, l] = mean |S_a & S_l| / |S_a | S_l| over steps, rows and KV heads, S: own sets (the paper's)
@@ -34,6 +34,7 @@ from sv_jax.speculation.verify import verify
 
 Pair = tuple[int, int]
 """(a, l): layer l reads the set that layer a < l selected."""
+DENSE = -1  # in place of the layer whose set is read: everything is
 
 
 class SharedPass(NamedTuple):
@@ -60,13 +61,13 @@ def shared_pass(
 ) -> SharedPass:
     """A sparse step over T true tokens in which layer l reads the set of layer source[l].
 
-    `source` is traced: one program for every pair, and for every choice of anchors.
+    `source` is traced: one program for every pair, every choice of anchors and of dense layers.
 
     Args:
       tokens: int32[B, T], the first at position lengths[b]. nodes: bool[B, T], tokens that exist.
       dense_logits: float32[B, T, V], of the dense step.
       plan: in which every layer selects.
-      source: int32[L], source[l] <= l.
+      source: int32[L], source[l] <= l, or DENSE.
     """
     score = summary_scorer(plan, summaries, lengths, nodes)
     select = make_chooser(plan, score, lengths, lengths > 0, model=target.config, sharding=target.sharding)
@@ -77,10 +78,13 @@ def shared_pass(
         assert selection is not None
         own.append(selection)
         indices, counts = (
-            jnp.stack([getattr(s, name) for s in own])[source[layer]]
+            jnp.stack([getattr(s, name) for s in own])[jnp.maximum(source[layer], 0)]
             for name in ("block_indices", "num_blocks")
         )
-        return dataclasses.replace(selection, block_indices=indices, num_blocks=counts)
+        whole = source[layer] == DENSE
+        if selection.whole is not None:
+            whole = whole | selection.whole
+        return dataclasses.replace(selection, block_indices=indices, num_blocks=counts, whole=whole)
 
     verified = verify(target, params, cache, lengths, chain(tokens), choose)
     dense_law, law = (jax.nn.log_softmax(x) for x in (dense_logits, verified.logits))
@@ -118,14 +122,21 @@ def selecting_plan(attention: AttentionSparsity, model: ModelConfig) -> Attentio
 
 
 def sources_of(anchors: Sequence[int], attention: AttentionSparsity, model: ModelConfig) -> np.ndarray:
-    """int32[L]: the layer whose set each layer reads with these anchors."""
+    """int32[L]: whose set each layer reads with these anchors and the dense layers of `attention`."""
     resolved = resolve_anchors(dataclasses.replace(attention, anchors=tuple(anchors)), model)
-    return np.array(resolved, np.int32)
+    return np.array([DENSE if anchor is None else anchor for anchor in resolved], np.int32)
 
 
-def pair_source(pair: Pair, layers: int) -> np.ndarray:
-    """int32[L]: every layer reads its own set but the pair's second."""
+def own_source(layers: int, dense: Sequence[int] = ()) -> np.ndarray:
+    """int32[L]: every layer reads its own set, those of `dense` everything."""
     source = np.arange(layers, dtype=np.int32)
+    source[list(dense)] = DENSE
+    return source
+
+
+def pair_source(pair: Pair, layers: int, dense: Sequence[int] = ()) -> np.ndarray:
+    """int32[L]: as `own_source`, but for the pair's second layer."""
+    source = own_source(layers, dense)
     source[pair[1]] = pair[0]
     return source
 
@@ -179,7 +190,7 @@ def sweep(
 
     Args:
       cases: all of one length and with as many measured tokens.
-      sources: int32[L] each, see `shared_pass`; with `pairs` the first is every layer's own set.
+      sources: int32[L] each, see `shared_pass`; with `pairs` the first has the own sets of their layers.
       pairs: those whose Jaccard similarity is wanted.
       batch_size: cases that run side by side, rounded up to a multiple of the data axis.
       known: (batch, step) that are not needed any more.

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from sv_jax.engine.language_model import LanguageModel
+from sv_jax.evaluation.calibration import DENSE
 from sv_jax.evaluation.calibration_run import Calibration, CalibrationSettings
 from sv_jax.evaluation.texts import Case
 
@@ -19,14 +20,18 @@ UNITS = {"damage": "KL in nats", "jaccard": "lack of Jaccard similarity"}
 def report(calibration: Calibration, settings: CalibrationSettings) -> list[str]:
     """Anchors, what was predicted for each number of them, and what the chosen ones cost."""
     layers, anchors = len(calibration.sources), calibration.chosen.anchors
+    dense = calibration.dense_layers
     most = settings.most_anchors(layers)
     predicted = [f"{number}: {cost:.3g}" for number, cost in calibration.predicted.items() if number <= most]
-    variants = (
-        ("every layer selects", calibration.every_layer),
+    variants = [("every layer selects", calibration.every_layer)]
+    if dense:
+        variants.append((f"but {_listed(dense)}, dense", calibration.selecting))
+    variants += [
         (f"{len(anchors)} chosen anchors", calibration.chosen),
         (f"{len(anchors)} evenly spaced anchors", calibration.even),
-    )
+    ]
     return [
+        *([f"layers that read everything: {_listed(dense)} ({len(dense)} of {layers})"] if dense else []),
         f"anchors: {_listed(anchors)} ({len(anchors)} of {layers} layers)",
         f"cost of reuse that was predicted, {UNITS[settings.method]}, by number of anchors: "
         + ", ".join(predicted),
@@ -46,7 +51,7 @@ def layer_table(calibration: Calibration) -> list[str]:
     lines = ["layer  reads the blocks of  damage (nats)  Jaccard"]
     columns = (calibration.sources, calibration.damage, calibration.jaccard)
     for layer, (source, damage, similarity) in enumerate(zip(*columns)):
-        of = "its own" if source == layer else str(source)
+        of = {layer: "its own", DENSE: "everything"}.get(source, str(source))
         costs = ["" if x is None else f"{x:{form}}" for x, form in ((damage, ".5f"), (similarity, ".3f"))]
         lines.append(f"{layer:>5}  {of:>19}  {costs[0]:>13}  {costs[1]:>7}".rstrip())
     return lines
@@ -66,6 +71,7 @@ def provenance(
         f"{name}_{what}": round(getattr(variant, what), 6)
         for name, variant in (
             ("every_layer", calibration.every_layer),
+            *([("with_dense_layers", calibration.selecting)] if calibration.dense_layers else []),
             ("anchors", calibration.chosen),
             ("even_anchors", calibration.even),
         )
@@ -79,6 +85,8 @@ def provenance(
         "tolerance": settings.tolerance,
         "max_anchors": settings.most_anchors(len(calibration.sources)),
         "reach": settings.reach,
+        "max_dense_layers": settings.max_dense_layers,
+        "dense_gain": settings.dense_gain,
         "num_speculative_tokens": settings.num_speculative_tokens,
         "context": context,
         "seed": seed,

@@ -15,6 +15,7 @@ from sv_jax.config import UserError
 from sv_jax.engine.decoding import padded_batch
 from sv_jax.engine.language_model import LanguageModel
 from sv_jax.evaluation.anchors import (
+    Windows,
     allowed_pairs,
     best_choices,
     choose,
@@ -26,6 +27,7 @@ from sv_jax.evaluation.calibration import (
     Pair,
     StepFigures,
     Totals,
+    own_source,
     pair_source,
     selecting_plan,
     sources_of,
@@ -44,13 +46,15 @@ VERSION = 1  # of what is measured and how: figures of other versions are not us
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationSettings:
-    """How anchors are chosen.
+    """How anchors and dense layers are chosen.
 
     method: "damage": reuse costs max(D[a, l], 0) nats; "jaccard": 1 - J[a, l]. See `calibration`.
     reach: how many layers before a layer its anchor may lie.
     max_anchors: None: half of the layers, rounded down.
     tolerance: damage: nats of predicted KL that may come from reuse; jaccard: similarity of what layers read
       to what they would select, mean over all layers, anchors included.
+    max_dense_layers: most layers that read everything.
+    dense_gain: a layer is one of them if that takes away at least this share of the KL.
     """
 
     attention: AttentionSparsity
@@ -60,6 +64,8 @@ class CalibrationSettings:
     max_anchors: int | None
     tolerance: float
     batch_size: int
+    max_dense_layers: int
+    dense_gain: float
 
     def most_anchors(self, layers: int) -> int:
         return max(layers // 2, 1) if self.max_anchors is None else self.max_anchors
@@ -79,14 +85,18 @@ class Calibration:
 
     predicted: cost by number of anchors, of the best ones.
     chosen_cost: what `settings.method` predicted for the chosen anchors.
-    sources: per layer, the layer whose set it reads.
+    every_layer: no layer is dense, all select. selecting: all but the dense ones do.
+    dense_layers: in the order in which they were found.
+    sources: per layer, the layer whose set it reads, or DENSE.
     damage, jaccard: of each layer and its source, None for an anchor, and where it was not measured.
     """
 
     positions: int
     predicted: dict[int, float]
     chosen_cost: float
+    dense_layers: tuple[int, ...]
     every_layer: Variant
+    selecting: Variant
     chosen: Variant
     even: Variant
     sources: tuple[int, ...]
@@ -94,13 +104,18 @@ class Calibration:
     jaccard: tuple[float | None, ...]
 
 
-def check_layers(settings: CalibrationSettings, windows: Sequence[int | None]) -> None:
+def check_layers(settings: CalibrationSettings, windows: Windows) -> None:
     """Raises UserError where no choice of anchors has so few of them that it is allowed."""
     most, fewest = settings.most_anchors(len(windows)), fewest_anchors(windows, settings.reach)
     if most < fewest:
         raise UserError(
             f"max-anchors {most} with reach {settings.reach}; allowed for the {len(windows)} layers of this "
             f"model: at least {fewest}, or a longer reach"
+        )
+    if settings.max_dense_layers >= len(windows):
+        raise UserError(
+            f"max-dense-layers {settings.max_dense_layers}; allowed for the {len(windows)} layers of this "
+            f"model: up to {len(windows) - 1}"
         )
 
 
@@ -120,9 +135,9 @@ def check_budget(settings: CalibrationSettings, case: Case) -> None:
         )
 
 
-def layer_windows(model: LanguageModel) -> tuple[int | None, ...]:
+def layer_windows(model: LanguageModel) -> dict[int, int | None]:
     config = model.target.config
-    return tuple(config.sliding_window(layer) for layer in range(config.num_layers))
+    return {layer: config.sliding_window(layer) for layer in range(config.num_layers)}
 
 
 def calibrate(
@@ -145,37 +160,80 @@ def calibrate(
     windows = layer_windows(model)
     check_layers(settings, windows)
     check_budget(settings, cases[0])
-    layers, pairs = len(windows), allowed_pairs(windows, settings.reach)
+    layers = len(windows)
     runner = _Runner(model, cases, settings, store, progress, should_stop)
+    found = _find_dense_layers(runner, windows)
+    if found is None:
+        return None
+    dense, every_layer = found
+    windows = _without(windows, dense)
+    pairs = allowed_pairs(windows, settings.reach)
 
-    own = np.arange(layers, dtype=np.int32)
-    substituted = [pair_source(pair, layers) for pair in pairs] if settings.method == "damage" else []
-    reuse = runner.measure("measuring reuse", [own, *substituted], pairs)
+    substituted = [pair_source(pair, layers, dense) for pair in pairs] if settings.method == "damage" else []
+    reuse = runner.measure("measuring reuse", [own_source(layers, dense), *substituted], pairs)
     if reuse is None:
         return None
     damage = reuse.kl[1:] - reuse.kl[0]
     costs = np.maximum(damage, 0) if settings.method == "damage" else 1 - reuse.jaccard
     choices = best_choices(cost_matrix(layers, pairs, costs.tolist()), windows)
-    best = choose(choices, most=settings.most_anchors(layers), tolerated=_tolerated(settings, layers))
+    best = choose(choices, most=settings.most_anchors(layers), tolerated=_tolerated(settings, len(windows)))
 
     evenly = even_anchors(windows, len(best.anchors))
-    sources = [
-        sources_of(anchors, settings.attention, model.target.config) for anchors in (best.anchors, evenly)
-    ]
+    attention = dataclasses.replace(settings.attention, dense_layers=dense)
+    sources = [sources_of(anchors, attention, model.target.config) for anchors in (best.anchors, evenly)]
     verified = runner.measure("measuring the chosen anchors", sources, ())
     if verified is None:
         return None
+    selecting = _variant(tuple(windows), reuse, 0)
     return Calibration(
         positions=reuse.positions,
         predicted={number: choices[number].cost for number in sorted(choices)},
         chosen_cost=best.cost,
-        every_layer=_variant(tuple(range(layers)), reuse, 0),
+        dense_layers=dense,
+        every_layer=selecting if every_layer is None else every_layer,
+        selecting=selecting,
         chosen=_variant(best.anchors, verified, 0),
         even=_variant(evenly, verified, 1),
         sources=tuple(sources[0].tolist()),
         damage=_by_layer(sources[0], pairs, damage),
         jaccard=_by_layer(sources[0], pairs, reuse.jaccard),
     )
+
+
+def _without(windows: Windows, dense: Sequence[int]) -> dict[int, int | None]:
+    return {layer: window for layer, window in windows.items() if layer not in dense}
+
+
+def _find_dense_layers(runner: _Runner, windows: Windows) -> tuple[tuple[int, ...], Variant | None] | None:
+    """The layers in which leaving blocks out does most of the damage, one after the other.
+
+    Each is the one that takes away most of the KL when it reads everything, given those found before; the
+    search ends with one that takes away less than `dense_gain` of it.
+
+    Returns:
+      The layers, and what it costs that none is dense (None: not measured); None where interrupted.
+    """
+    settings, layers = runner.settings, len(windows)
+    dense: tuple[int, ...] = ()
+    every_layer = None
+    for number in range(1, settings.max_dense_layers + 1):
+        candidates = [
+            layer
+            for layer in _without(windows, dense)
+            if fewest_anchors(_without(windows, (*dense, layer)), settings.reach)
+            <= settings.most_anchors(layers)
+        ]
+        sources = [own_source(layers, dense), *(own_source(layers, (*dense, layer)) for layer in candidates)]
+        totals = runner.measure(f"measuring dense layers, choice {number}", sources, ())
+        if totals is None:
+            return None
+        if every_layer is None:
+            every_layer = _variant(tuple(windows), totals, 0)
+        before, after = totals.kl[0], np.min(totals.kl[1:], initial=np.inf)
+        if after > (1 - settings.dense_gain) * before:
+            break
+        dense = (*dense, candidates[int(np.argmin(totals.kl[1:]))])
+    return dense, every_layer
 
 
 def _tolerated(settings: CalibrationSettings, layers: int) -> float:

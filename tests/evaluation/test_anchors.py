@@ -23,37 +23,50 @@ from tests import tiny
 
 W = 16  # a window
 WINDOWS = {
-    "full attention": (None,) * 8,
-    "late windows": (None, None, None, W, W, W, W),
-    "alternating": (W, None) * 4,
-    "three kinds": (W, W, None, 8, W, None, 8),
-    "one layer": (None,),
+    "full attention": dict.fromkeys(range(8)),
+    "late windows": dict.fromkeys(range(3)) | dict.fromkeys(range(3, 7), W),
+    "alternating": dict(enumerate((W, None) * 4)),
+    "three kinds": dict(enumerate((W, W, None, 8, W, None, 8))),
+    "dense layers": {1: None, 2: None, 4: None, 5: None, 6: None, 8: None},
+    "dense layers and windows": {1: W, 2: None, 3: W, 6: None, 7: W},
+    "one layer": {0: None},
 }
+
+
+def whole(windows) -> dict[int, int | None]:
+    """Windows by layer where no layer is dense."""
+    return dict(enumerate(windows))
 
 
 def random_costs(windows, reach, seed, *, integers=False) -> np.ndarray:
     pairs = allowed_pairs(windows, reach)
     rng = np.random.default_rng(seed)
     costs = rng.integers(0, 3, len(pairs)) if integers else rng.exponential(size=len(pairs))
-    return cost_matrix(len(windows), pairs, costs)
+    return cost_matrix(max(windows) + 1, pairs, costs)
 
 
-def resolve(anchors, windows) -> tuple[int | None, ...]:
-    """As a run would: raises UserError where a layer has no anchor."""
-    model = tiny.replace(tiny.TINY, num_layers=len(windows), sliding_windows=windows)
-    return resolve_anchors(AttentionSparsity(anchors=anchors), model)
+def resolve(anchors, windows) -> dict[int, int]:
+    """As a run would, without dense layers: raises UserError where a layer has no anchor."""
+    layers = max(windows) + 1
+    model = tiny.replace(
+        tiny.TINY, num_layers=layers, sliding_windows=tuple(windows.get(layer) for layer in range(layers))
+    )
+    dense = tuple(layer for layer in range(layers) if layer not in windows)
+    resolved = resolve_anchors(AttentionSparsity(anchors=anchors, dense_layers=dense), model)
+    assert all((anchor is None) == (layer in dense) for layer, anchor in enumerate(resolved))
+    return {layer: anchor for layer, anchor in enumerate(resolved) if anchor is not None}
 
 
 def brute_force(costs: np.ndarray, windows) -> dict[int, float]:
     """Least cost by number of anchors, over every set of layers that a run accepts."""
     least: dict[int, float] = {}
     for number in range(1, len(windows) + 1):
-        for anchors in itertools.combinations(range(len(windows)), number):
+        for anchors in itertools.combinations(windows, number):
             try:
                 resolved = resolve(anchors, windows)
             except UserError:
                 continue
-            cost = sum(costs[a, layer] for layer, a in enumerate(resolved) if a != layer)
+            cost = sum(costs[a, layer] for layer, a in resolved.items() if a != layer)
             if cost < least.get(number, np.inf):
                 least[number] = cost
     return least
@@ -70,8 +83,8 @@ def test_the_least_cost_is_exact(windows, reach):
         for number, (cost, anchors) in found.items():
             assert len(anchors) == number and cost == pytest.approx(least[number])
             resolved = resolve(anchors, windows)
-            assert all(layer - a <= reach for layer, a in enumerate(resolved))
-            assert sum(costs[a, k] for k, a in enumerate(resolved) if a != k) == pytest.approx(cost)
+            assert all(layer - a <= reach for layer, a in resolved.items())
+            assert sum(costs[a, k] for k, a in resolved.items() if a != k) == pytest.approx(cost)
         assert min(found) == fewest_anchors(windows, reach)
 
 
@@ -82,7 +95,7 @@ def test_every_layer_an_anchor_costs_nothing():
 
 def test_a_layer_that_must_select_is_found():
     """As layer 18 of SmolLM2: whatever else it reads, the output suffers. Everything else hardly matters."""
-    windows = (None,) * 12
+    windows = dict.fromkeys(range(12))
     pairs = allowed_pairs(windows, 8)
     costs = cost_matrix(12, pairs, [0.9 if layer == 7 else 0.001 for _, layer in pairs])
     choices = best_choices(costs, windows)
@@ -104,22 +117,24 @@ def test_the_fewest_anchors_within_the_tolerance():
 
 
 def test_pairs():
-    assert allowed_pairs((None,) * 4, 2) == [(0, 1), (0, 2), (1, 2), (1, 3), (2, 3)]
-    assert allowed_pairs((W, None, W, None), 2) == [(0, 2), (1, 3)]
-    assert allowed_pairs((W, None, None), 1) == [(1, 2)]
-    assert allowed_pairs((None,), 8) == []
+    assert allowed_pairs(whole((None,) * 4), 2) == [(0, 1), (0, 2), (1, 2), (1, 3), (2, 3)]
+    assert allowed_pairs(whole((W, None, W, None)), 2) == [(0, 2), (1, 3)]
+    assert allowed_pairs(whole((W, None, None)), 1) == [(1, 2)]
+    assert allowed_pairs({0: None, 2: None, 3: None}, 1) == [(2, 3)]  # layer 1 is dense: 2 is too far from 0
+    assert allowed_pairs({0: None}, 8) == []
 
 
 @pytest.mark.parametrize("windows", WINDOWS.values(), ids=WINDOWS)
 def test_even_anchors_are_accepted_by_a_run(windows):
-    for number in range(len(set(windows)), len(windows) + 1):
+    for number in range(len(set(windows.values())), len(windows) + 1):
         anchors = even_anchors(windows, number)
         assert len(set(anchors)) == number
         resolve(anchors, windows)
 
 
 def test_even_anchors():
-    assert even_anchors((None,) * 30, 10) == tuple(range(0, 30, 3))
-    assert even_anchors((None,) * 7, 3) == (0, 2, 4)
-    assert even_anchors((None, None, None, W, W, W), 2) == (0, 3)
-    assert even_anchors((None, None, W, W, W, W), 3) == (0, 2, 4)
+    assert even_anchors(whole((None,) * 30), 10) == tuple(range(0, 30, 3))
+    assert even_anchors(whole((None,) * 7), 3) == (0, 2, 4)
+    assert even_anchors(whole((None, None, None, W, W, W)), 2) == (0, 3)
+    assert even_anchors(whole((None, None, W, W, W, W)), 3) == (0, 2, 4)
+    assert even_anchors({1: None, 2: None, 4: None, 5: None}, 2) == (1, 4)

@@ -15,7 +15,9 @@ import pytest
 from sv_jax.config import UserError
 from sv_jax.evaluation.anchors import allowed_pairs
 from sv_jax.evaluation.calibration import (
+    DENSE,
     jaccard,
+    own_source,
     pair_source,
     run_step,
     selecting_plan,
@@ -44,13 +46,19 @@ WINDOWS = {"full attention": (), "windows": (None, 100, None, 100)}
 
 
 @functools.cache
-def make_model(windows=(), mesh=(1, 1)) -> SimpleNamespace:
-    """What is asked of a LanguageModel here. Queries so large that it matters which blocks are read."""
+def make_model(windows=(), mesh=(1, 1), sharpest=None) -> SimpleNamespace:
+    """What is asked of a LanguageModel here. Queries so large that it matters which blocks are read.
+
+    sharpest: a layer in which it matters more than in all others.
+    """
     config = tiny.replace(tiny.TINY, num_layers=LAYERS, sliding_windows=windows)
     target, params = tiny.make_model(config, mesh)
 
     def sharpen(path, leaf):
-        return leaf * 12 if "query" in jax.tree_util.keystr(path) else leaf
+        name = jax.tree_util.keystr(path)
+        if "query" not in name:
+            return leaf
+        return leaf * (12 if sharpest is None or f"layers_{sharpest}'" in name else 3)
 
     params = jax.tree_util.tree_map_with_path(sharpen, params)
     return SimpleNamespace(
@@ -96,15 +104,17 @@ def law_of(logits) -> np.ndarray:
 
 
 @pytest.mark.parametrize("windows, score", [((), "mean"), ((), "mass"), (WINDOWS["windows"], "mean")])
-def test_traced_sources_read_what_static_anchors_read(windows, score):
+def test_traced_sources_read_what_static_layers_read(windows, score):
     model, attention = make_model(windows), dataclasses.replace(ATTENTION, score=score)
     step = first_step(model, attention)
     plan = selecting_plan(attention, model.target.config)
     reference = np.random.default_rng(0).normal(size=step.dense.logits.shape).astype(np.float32)
     laws = []
-    for anchors in [(0, 1), (0, 1, 2, 3), *([] if windows else [(0, 2)])]:
+    choices = [((0, 1), ()), ((0, 1, 2, 3), ()), ((0, 1), (2,)), ((2, 3), (0, 1))]
+    for anchors, dense in [*choices, *([] if windows else [((0, 2), ()), ((1,), (0, 3))])]:
         model_config = model.target.config
-        static = make_plan(SparsityConfig(dataclasses.replace(attention, anchors=anchors)), model_config)
+        chosen = dataclasses.replace(attention, anchors=anchors, dense_layers=dense)
+        static = make_plan(SparsityConfig(chosen), model_config)
         law = law_of(static_logits(model.target, model.params, step, static.attention))
         laws.append(law)
         passed = shared_pass(
@@ -117,11 +127,11 @@ def test_traced_sources_read_what_static_anchors_read(windows, score):
             step.nodes,
             reference,
             plan,
-            sources_of(anchors, attention, model_config),
+            sources_of(anchors, chosen, model_config),
         )
         expected = law_of(reference)
         kl = np.sum(np.exp(expected) * (expected - law), axis=-1)
-        assert np.asarray(passed.kl) == pytest.approx(kl, abs=2e-5), anchors
+        assert np.asarray(passed.kl) == pytest.approx(kl, abs=2e-5), chosen
         assert (np.asarray(passed.agreeing) == (law.argmax(-1) == reference.argmax(-1))).all()
     for i, law in enumerate(laws):  # and it shows which anchors they are
         assert all(abs(law - other).max() > 1e-2 for other in laws[:i])
@@ -138,6 +148,8 @@ def test_one_program_for_every_source():
 
 def test_only_one_layer_reads_anothers_set():
     assert pair_source((1, 3), 5).tolist() == [0, 1, 2, 1, 4]
+    assert pair_source((1, 3), 5, dense=(0, 4)).tolist() == [DENSE, 1, 2, 1, DENSE]
+    assert own_source(3, (1,)).tolist() == [0, DENSE, 2] and own_source(2).tolist() == [0, 1]
 
 
 def test_own_sets_do_not_depend_on_what_later_layers_read():
@@ -168,7 +180,7 @@ def test_jaccard_against_sets():
     def sets(layer):
         return [set(indices[layer, b, k, : counts[layer, b, k]]) for b in range(3) for k in range(2)]
 
-    pairs = allowed_pairs((None,) * 4, 3)
+    pairs = allowed_pairs(dict.fromkeys(range(4)), 3)
     expected = [np.mean([len(x & y) / len(x | y) for x, y in zip(sets(a), sets(b))]) for a, b in pairs]
     assert jaccard(indices, counts, pairs) == pytest.approx(expected)
 
@@ -213,6 +225,8 @@ SETTINGS = CalibrationSettings(
     max_anchors=None,
     tolerance=0.0,
     batch_size=2,
+    max_dense_layers=0,
+    dense_gain=0.2,
 )
 
 
@@ -282,6 +296,46 @@ def test_the_tolerance(tmp_path):
     assert similar.chosen.anchors == (0, 1, 2, 3) and similar.chosen == similar.every_layer
 
 
+def kl_with_dense(model, dense, cases) -> float:
+    """The drift meter's, in which `dense` is part of the program."""
+    setting = DriftSetting("mean", dataclasses.replace(ATTENTION, dense_layers=dense))
+    batches = [list(measure(model, x, [setting], num_speculative_tokens=K)) for x in cases]
+    measured = [m for batch in batches for m in batch[0]]
+    return sum(m.kl for m in measured) / sum(m.positions for m in measured)
+
+
+def test_dense_layers_are_those_that_take_away_most(tmp_path):
+    model, cases = make_model(sharpest=0), make_cases(3)
+    batches = (cases[:2], cases[2:])
+    dense: tuple[int, ...] = ()
+    kls, shares = [kl_with_dense(model, (), batches)], []
+    for _ in range(3):
+        others = [layer for layer in range(LAYERS) if layer not in dense]
+        one_more = {layer: kl_with_dense(model, (*dense, layer), batches) for layer in others}
+        dense = (*dense, min(one_more, key=one_more.__getitem__))
+        kls.append(one_more[dense[-1]])
+        shares.append(1 - kls[-1] / kls[-2])
+    ends = set()
+    for gain in [0.0, 1.0, *(share + shift for share in shares for shift in (-1e-3, 1e-3))]:
+        number = next((i for i, share in enumerate(shares) if share < gain), 3)
+        found, _ = run(tmp_path, model=model, max_dense_layers=3, dense_gain=max(gain, 0.0), max_anchors=4)
+        assert found.dense_layers == dense[:number], gain
+        assert found.every_layer.kl == pytest.approx(kls[0], abs=1e-6)
+        assert found.selecting.kl == pytest.approx(kls[number], abs=1e-6)
+        assert found.selecting.anchors == tuple(x for x in range(LAYERS) if x not in dense[:number])
+        assert [x for x, s in enumerate(found.sources) if s == DENSE] == sorted(dense[:number])
+        assert not set(found.chosen.anchors) & set(dense[:number])
+        ends.add(number)
+    assert dense[0] == 0 and len(ends) > 2  # the threshold was seen to decide
+
+
+def test_a_dense_layer_that_would_take_too_many_anchors_is_none(tmp_path):
+    """With reach 1 and two anchors of four layers, layer 1 or 2 dense would leave three single ones."""
+    found, _ = run(tmp_path, max_dense_layers=3, dense_gain=0.0, reach=1)
+    assert len(found.chosen.anchors) <= 2
+    assert found.dense_layers and found.dense_layers[0] in (0, 3)
+
+
 def test_layers_with_other_windows_share_nothing(tmp_path):
     found, _ = run(tmp_path, model=make_model(WINDOWS["windows"]))
     assert found.sources == (0, 1, 0, 1) and found.chosen.anchors == (0, 1)
@@ -314,7 +368,11 @@ def test_on_a_mesh(tmp_path):
     assert sharded.jaccard == pytest.approx(alone.jaccard)
 
 
-def test_too_few_anchors(tmp_path):
+def test_layers_that_do_not_fit(tmp_path):
+    with pytest.raises(
+        UserError, match="max-dense-layers 4; allowed for the 4 layers of this model: up to 3"
+    ):
+        run(tmp_path, max_dense_layers=4)
     with pytest.raises(
         UserError, match="max-anchors 1 with reach 2; allowed for the 4 layers of this model: at least 2"
     ):
