@@ -1,7 +1,7 @@
 """Milliseconds of a sparse verify step beside the dense one, in turns, and its bytes floor.
 
     python scripts/bench_sparse.py                        # smollm2-135m: 8k tokens, batch 1 and 4
-    python scripts/bench_sparse.py --lengths 4000 --keep 0.1 --score mean --anchors 0,4,8,12,16,18,20,24,28
+    python scripts/bench_sparse.py --lengths 4000 --keep 0.1 --sparsity configs/sparsity/smollm2-135m.toml
 
 Steps and floors are bench_verify.py's; a sparse step's bytes are the weights, the K/V of the blocks that it
 reads and the summaries that it scores. Cache contents are random: time does not depend on them. The last line
@@ -19,29 +19,22 @@ import sys
 from typing import Any
 
 from bench_verify import Timed, filled_state, floor_ms, git, make_wrong_drafter, measure_machine
+from comparison.sparsity import add_sparsity_arguments, sparsity_from
 
 import sv_jax
-from sv_jax.sparsity.config import SCORES, AttentionSparsity, SparsityConfig
+from sv_jax.sparsity.config import SparsityConfig
 from sv_jax.sparsity.plan import SparsityPlan, make_plan
 from sv_jax.sparsity.reads import kv_bytes, summary_bytes
 
 
 def parse_arguments() -> argparse.Namespace:
-    def layers(text: str) -> tuple[int, ...]:
-        return tuple(int(word) for word in text.split(","))
-
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--lengths", nargs="+", type=int, default=[8000])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--keep", nargs="+", type=float, default=[0.10, 0.25])
-    parser.add_argument("--block-size", type=int, default=64)
-    parser.add_argument("--score", default=AttentionSparsity().score, choices=SCORES)
-    parser.add_argument(
-        "--anchors", type=layers, default=None, help="layers that select, 0,4,8; default: all"
-    )
-    parser.add_argument("--dense-layers", type=layers, default=(), help="layers that read everything, 18,20")
+    add_sparsity_arguments(parser)
     parser.add_argument("--num-speculative-tokens", type=int, default=7)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=4, help="steps in one timed slice")
@@ -68,15 +61,10 @@ def sparse_floor_ms(
 def bench(model: Any, arguments: argparse.Namespace, machine: dict[str, float]) -> list[dict[str, Any]]:
     num_nodes = arguments.num_speculative_tokens + 1
     wrong = make_wrong_drafter(arguments.num_speculative_tokens)
-    base = AttentionSparsity(
-        block_size=arguments.block_size,
-        score=arguments.score,
-        anchors=arguments.anchors,
-        dense_layers=arguments.dense_layers,
-    )
+    base = sparsity_from(arguments)
     plans: dict[str, SparsityPlan | None] = {"dense": None}
     for keep in arguments.keep:
-        attention = dataclasses.replace(base, keep=keep)
+        attention = dataclasses.replace(base, keep=keep, rho=None, l0=None)
         plans[f"keep {keep:g}"] = make_plan(SparsityConfig(attention), model.target.config)
     rows = []
     for batch in arguments.batch_sizes:
@@ -123,7 +111,8 @@ def main() -> None:
     print(f"machine: {machine}, {os.cpu_count()} cores", file=sys.stderr)
     model = sv_jax.load_model(arguments.model, dtype=arguments.dtype, progress=False)
     result = {
-        **{name: getattr(arguments, name) for name in ("model", "block_size", "score", "anchors")},
+        "model": arguments.model,
+        "sparsity": dataclasses.asdict(sparsity_from(arguments)),
         "dtype": model.dtype,
         "machine": machine,
         "cores": os.cpu_count(),

@@ -1,7 +1,7 @@
 """Generation with prompt lookup at long contexts: dense and sparse verification, in turns.
 
     python scripts/compare_sparse.py                                  # quoting and code at 6,000 tokens
-    python scripts/compare_sparse.py --contexts 7500 --rounds 5 --score mass --block-size 32
+    python scripts/compare_sparse.py --contexts 7500 --rounds 5 --sparsity configs/sparsity/smollm2-135m.toml
 
 Every round decodes each prompt once with each setting: dense, --keep 0.25, and the paper's piecewise budget
 with --l0 1024 --rho 0.1. Sparse verification is lossy: the table has where its text first differs from the
@@ -12,6 +12,7 @@ one JSON object.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -21,9 +22,10 @@ from typing import Any
 from comparison.machine import Load, available_cores, commit, cpu_name, versions
 from comparison.prompts import TASKS, Cell, make_cells
 from comparison.results import first_difference
+from comparison.sparsity import add_sparsity_arguments, sparsity_from
 
 import sv_jax
-from sv_jax.sparsity.config import SCORES, AttentionSparsity, SparsityConfig
+from sv_jax.sparsity.config import SparsityConfig
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -35,17 +37,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=128, help="exactly; no text ends before")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--num-speculative-tokens", type=int, default=7)
-    parser.add_argument("--score", default=AttentionSparsity().score, choices=SCORES)
-    parser.add_argument("--block-size", type=int, default=64)
+    add_sparsity_arguments(parser)
     return parser.parse_args()
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, SparsityConfig | None]:
-    common = {"score": arguments.score, "block_size": arguments.block_size}
+    base = dataclasses.replace(sparsity_from(arguments), keep=None, l0=None, rho=None)
     return {
         "dense": None,
-        "keep 0.25": SparsityConfig(AttentionSparsity(keep=0.25, **common)),
-        "l0 1024, rho 0.1": SparsityConfig(AttentionSparsity(l0=1024, rho=0.1, **common)),
+        "keep 0.25": SparsityConfig(dataclasses.replace(base, keep=0.25)),
+        "l0 1024, rho 0.1": SparsityConfig(dataclasses.replace(base, l0=1024, rho=0.1)),
     }
 
 

@@ -126,8 +126,8 @@ class GenerateOptions:
     score: str | None = attention_option(
         "score",
         None,
-        "how other blocks are ranked: by their mean key, by a bound of their keys, or by the attention "
-        "mass that a step's tokens would pay them",
+        "how other blocks are ranked: by their mean key (the paper), by a bound of their keys, or by the "
+        "attention mass that a step's tokens would pay them",
     )
     anchors: tuple[int, ...] | None = attention_option(
         "anchors",

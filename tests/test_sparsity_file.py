@@ -70,7 +70,7 @@ def test_a_file_is_what_it_was_made_of(tmp_path):
 
 def test_what_is_not_said_is_not_written():
     assert render(AttentionSparsity(), {}) == (
-        '[attention]\nblock-size = 64\nsink-blocks = 1\nlocal-blocks = 2\nscore = "mean"\n'
+        '[attention]\nblock-size = 64\nsink-blocks = 1\nlocal-blocks = 2\nscore = "mass"\n'
     )
 
 

@@ -57,9 +57,9 @@ class AttentionSparsity:
         1  # first blocks that are always read; inside the budget, and with the local ones its least
     )
     local_blocks: int = 2  # last blocks, the partly filled one included
-    # How blocks are ranked: by the root's product with the "mean" key (the paper) or a "bound" of the keys
-    # (Quest), or by the attention "mass" that all tokens of the step would pay (ours).
-    score: str = "mean"
+    # How blocks are ranked: by the attention "mass" that all tokens of the step would pay, estimated (ours);
+    # by the root's product with the "mean" key (the paper) or with a "bound" of the keys (Quest).
+    score: str = "mass"
     anchors: tuple[int, ...] | None = None  # layers that select; others reuse the last one's set. None: all
     dense_layers: tuple[int, ...] = ()  # layers that read everything
 

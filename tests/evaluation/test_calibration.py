@@ -40,7 +40,7 @@ from sv_jax.speculation.verify import verify
 from tests import tiny
 
 LAYERS, K = 4, 3
-ATTENTION = AttentionSparsity(keep=0.3, block_size=16, sink_blocks=1, local_blocks=1)
+ATTENTION = AttentionSparsity(keep=0.3, block_size=16, sink_blocks=1, local_blocks=1, score="mean")
 OWN = np.arange(LAYERS, dtype=np.int32)
 WINDOWS = {"full attention": (), "windows": (None, 100, None, 100)}
 

@@ -172,7 +172,7 @@ BY_SCORE = ("mean", "mean, more sinks", "bound", "piecewise")  # budgets above s
 def test_selection_of_a_step(name, step):
     """Scores over keys by definition, budgets, windows; every layer of every row."""
     lengths, queries, keys = step
-    sparsity = attention_plan(MODEL, block_size=BLOCK, **PLANS[name])
+    sparsity = attention_plan(MODEL, block_size=BLOCK, **({"score": "mean"} | PLANS[name]))
     plan = sparsity.attention
     chosen = choose_all(sparsity, lengths, queries, keys, LIVE)
     rules = {"l0": plan.most_l0, "rho": str(plan.most_rho), "block_size": BLOCK}
@@ -195,7 +195,7 @@ def test_selection_of_a_step(name, step):
 def test_the_root_alone_selects(step):
     """The paper's score: drafted tokens use the root's set, and their own queries, even NaN, do not show."""
     lengths, queries, keys = step
-    plan = attention_plan(MODEL, block_size=BLOCK, keep=0.5)
+    plan = attention_plan(MODEL, block_size=BLOCK, keep=0.5, score="mean")
     drafted = np.arange(3)[:, None, None] > 0
     before = choose_all(plan, lengths, queries, keys, LIVE)
     after = choose_all(plan, lengths, np.where(drafted, np.nan, queries).astype(np.float32), keys, LIVE)
@@ -220,12 +220,13 @@ def test_rejected_drafts_that_would_win_do_not(step):
     root = queries[:, :, 0].reshape(MODEL.num_layers, ROWS, MODEL.num_kv_heads, -1, MODEL.head_dim).mean(3)
     wanted = keys.copy()
     wanted[:, :, :, 100:112] = 100 * root[:, :, :, None]
-    rules = {"keep": 0.5, "sink_blocks": 0, "local_blocks": 1}
-    before, after = (
-        choose_all(attention_plan(MODEL, block_size=BLOCK, **rules), lengths, queries, k, LIVE)
-        for k in (keys, wanted)
-    )
-    jax.tree.map(np.testing.assert_array_equal, before, after)
+    for score in SCORES:
+        rules = {"keep": 0.5, "sink_blocks": 0, "local_blocks": 1, "score": score}
+        before, after = (
+            choose_all(attention_plan(MODEL, block_size=BLOCK, **rules), lengths, queries, k, LIVE)
+            for k in (keys, wanted)
+        )
+        jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
 def test_groups_of_query_heads():
@@ -285,7 +286,7 @@ def test_when_a_batch_is_read_whole(l0, step):
 def test_budgets_change_and_programs_do_not(step):
     """Any l0 and rho up to those of the plan: the same selection as a plan that was made with them."""
     lengths, queries, keys = step
-    most = attention_plan(MODEL, block_size=BLOCK, l0=64, rho=0.5)
+    most = attention_plan(MODEL, block_size=BLOCK, l0=64, rho=0.5, score="mean")
     compiled = choose_all._cache_size()
     for l0, rho in [(64, 0.5), (0, 0.25), (17, 0.0), (0, 0.0), (64, 0.125)]:
         changed = dataclasses.replace(most, attention=most.attention.with_budget(l0, rho))
