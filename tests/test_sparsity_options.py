@@ -219,7 +219,9 @@ def test_example_files_load(path):
 
 
 def test_there_are_example_files():
-    assert {path.name for path in FILES} >= {"keep25.toml", "paper.toml"}
+    assert {path.name for path in FILES} >= {"keep25.toml", "paper.toml", "smollm2-135m.toml"}
     by_name = {path.name: read_sparsity(path).attention for path in FILES}
     assert by_name["paper.toml"].budget == AttentionSparsity().budget
     assert by_name["keep25.toml"].budget == (0, 0.25)
+    calibrated = by_name["smollm2-135m.toml"]
+    assert calibrated.anchors and calibrated.dense_layers and len(calibrated.anchors) <= 15

@@ -70,7 +70,7 @@ def shared_pass(
       source: int32[L], source[l] <= l, or DENSE.
     """
     score = summary_scorer(plan, summaries, lengths, nodes)
-    select = make_chooser(plan, score, lengths, lengths > 0, model=target.config, sharding=target.sharding)
+    select = make_chooser(plan, score, lengths, lengths > 0, sharding=target.sharding)
     own: list[Selection] = []
 
     def choose(layer: int, q: jax.Array, cached: LayerKV, chosen: object) -> Selection:

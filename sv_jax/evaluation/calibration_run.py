@@ -41,7 +41,7 @@ from sv_jax.evaluation.texts import Case
 from sv_jax.evaluation.true_steps import split_case
 from sv_jax.sparsity.config import AttentionSparsity
 
-VERSION = 1  # of what is measured and how: figures of other versions are not used again
+VERSION = 2  # of what is measured and how: figures of other versions are not used again
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,7 +91,7 @@ def sparse_pass(
     """The same step with what `selector` chooses within the plan's budget."""
     masses = dense.masses[plan.block_size]
     score = make_scorer(selector, plan, summaries, masses, key, lengths, nodes)
-    choose = make_chooser(plan, score, lengths, lengths > 0, model=target.config, sharding=target.sharding)
+    choose = make_chooser(plan, score, lengths, lengths > 0, sharding=target.sharding)
     verified = verify(target, params, cache, lengths, chain(tokens), choose)
     dense_law, law = (jax.nn.log_softmax(x) for x in (dense.logits, verified.logits))
     best = jnp.argmax(law, axis=-1)

@@ -15,7 +15,7 @@ from sv_jax.evaluation.free_running import FreeRun, run_freely
 from sv_jax.evaluation.store import Store, tokens_hash
 
 # Part of every key. To be raised when the measuring code finds something else: old results do not count then.
-MEASURING_VERSION = 1
+MEASURING_VERSION = 2
 
 
 def checkpoint_hash(checkpoint: Checkpoint) -> str:

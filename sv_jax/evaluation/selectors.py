@@ -15,7 +15,7 @@ from pallas_kernels.platform import Layout
 from sv_jax.model.cache import LayerKV
 from sv_jax.sparsity.config import SCORES
 from sv_jax.sparsity.plan import AttentionPlan
-from sv_jax.sparsity.selection import BlockScorer, summary_scorer
+from sv_jax.sparsity.selection import BlockScorer, oldest_visible, summary_scorer
 from sv_jax.sparsity.summaries import BlockSummaries
 
 CONTROLS = {
@@ -34,10 +34,12 @@ def block_masses(
     *,
     block_size: int,
     layout: Layout,
+    window: int | None = None,
 ) -> jax.Array:
     """float32[B, K, S / block_size]: attention that the tokens and G heads pay to each block, summed.
 
-    Each token's and head's weights sum to 1 over the committed positions (not the step's own tokens).
+    Each token's and head's weights sum to 1 over the committed positions that the root sees in the layer's
+    window (not the step's own tokens).
 
     Args:
       q: [B, T, H, D]. cached: K and V of the layer. lengths: int32[B]. nodes: bool[B, T], tokens that count.
@@ -53,7 +55,8 @@ def block_masses(
         preferred_element_type=jnp.float32,
     )  # [B, K, R, S]
     slots = jnp.arange(keys.shape[position_axis], dtype=jnp.int32)
-    mask = (slots < lengths[:, None])[:, None, None]
+    oldest = oldest_visible(lengths, window)
+    mask = ((slots < lengths[:, None]) & (slots >= oldest[:, None]))[:, None, None]
     weights, total, _ = masked_softmax(scores * q.shape[-1] ** -0.5, mask)
     share = jnp.tile(nodes, (1, rows.shape[2] // nodes.shape[1]))[:, None, :, None]
     per_slot = jnp.sum(weights * share / jnp.where(total > 0, total, 1.0), axis=2)

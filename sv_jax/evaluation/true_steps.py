@@ -74,7 +74,10 @@ def dense_pass(
     masses: list[jax.Array] = []
 
     def watch(layer: int, q: jax.Array, cached: LayerKV, chosen: object) -> None:
-        masses.append(block_masses(q, cached, lengths, nodes, block_size=finest, layout=cache.layout))
+        window = target.config.sliding_window(layer)
+        masses.append(
+            block_masses(q, cached, lengths, nodes, block_size=finest, layout=cache.layout, window=window)
+        )
 
     verified = verify(target, params, cache, lengths, chain(tokens), watch)
     by_size = {

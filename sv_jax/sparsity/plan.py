@@ -31,6 +31,7 @@ class AttentionPlan:
     score: str = dataclasses.field(metadata={"static": True})
     # Per layer, the layer whose set of blocks it reads; itself where it selects; None: it reads everything.
     anchor_of: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
+    windows: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})  # per layer; None: none
 
     @property
     def anchors(self) -> tuple[int, ...]:
@@ -110,6 +111,7 @@ def make_plan(sparsity: SparsityConfig, model: ModelConfig) -> SparsityPlan:
             local_blocks=attention.local_blocks,
             score=attention.score,
             anchor_of=resolve_anchors(attention, model),
+            windows=tuple(model.sliding_window(layer) for layer in range(model.num_layers)),
         )
     )
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cache_attention.reference import masked_softmax, to_rows
-from sv_jax.config import ModelConfig
 from sv_jax.model.attention import BlockChooser, Selection
 from sv_jax.model.cache import LayerKV
 from sv_jax.sharding import Sharding
@@ -33,8 +32,18 @@ def count_blocks(lengths: jax.Array, block_size: int) -> jax.Array:
     return (lengths + block_size - 1) // block_size
 
 
+def oldest_visible(lengths: jax.Array, window: int | None) -> jax.Array:
+    """int32[B]: the first committed position that the root, at position lengths[b], sees."""
+    return jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window + 1, 0)
+
+
 def score_blocks(
-    score: str, q: jax.Array, summary: LayerSummary, lengths: jax.Array, nodes: jax.Array
+    score: str,
+    q: jax.Array,
+    summary: LayerSummary,
+    lengths: jax.Array,
+    nodes: jax.Array,
+    window: int | None = None,
 ) -> jax.Array:
     """How much attention a step would pay to each block, up to a monotone function.
 
@@ -45,12 +54,13 @@ def score_blocks(
       q: [B, T, H, D] after RoPE; token 0 is the root.
       summary: see `summaries.STATISTICS`.
       lengths: int32[B], committed tokens. nodes: bool[B, T], tokens of the step that are no empty slots.
+      window: the layer's sliding window. Scores of blocks outside mean nothing.
 
     Returns:
       float32[B, K, S / block_size].
     """
     if score == "mass":
-        return attention_mass(q, summary["fine_means"], lengths, nodes)
+        return attention_mass(q, summary["fine_means"], lengths, nodes, window)
     batch, kv_heads, _, head_dim = summary[STATISTICS[score][0]].shape
     root = q[:, 0].astype(jnp.float32).reshape(batch, kv_heads, -1, head_dim)
     product = partial(jnp.einsum, "bkd,bknd->bkn", precision=jax.lax.Precision.HIGHEST)
@@ -61,13 +71,16 @@ def score_blocks(
     return product(above, summary["high"]) + product(below, summary["low"])
 
 
-def attention_mass(q: jax.Array, fine_means: jax.Array, lengths: jax.Array, nodes: jax.Array) -> jax.Array:
+def attention_mass(
+    q: jax.Array, fine_means: jax.Array, lengths: jax.Array, nodes: jax.Array, window: int | None = None
+) -> jax.Array:
     """Estimate of the attention that the tokens of a step pay to each block. Not in the paper, which asks the
     root alone, and one mean a block.
 
     A few keys weigh about as much as their mean, as often as there are of them: exp(q . mean) * count. Each
-    query's weights are normalised over the committed positions, then summed over a block, over the G query
-    heads and over the tokens: a head that looks at one place counts for more than one that looks everywhere.
+    query's weights are normalised over the committed positions that the root sees, then summed over a block,
+    over the G query heads and over the tokens: a head that looks at one place counts for more than one that
+    looks everywhere.
 
     Args: as `score_blocks`; fine_means float32[B, K, M, vectors * D].
 
@@ -81,7 +94,11 @@ def attention_mass(q: jax.Array, fine_means: jax.Array, lengths: jax.Array, node
         rows, means, (((3,), (3,)), ((0, 1), (0, 1))), precision=jax.lax.Precision.HIGHEST
     )
     starts = KEYS_PER_MEAN * jnp.arange(means.shape[2], dtype=jnp.int32)
-    count = jnp.clip(lengths[:, None] - starts, 0, KEYS_PER_MEAN)[:, None, None].astype(jnp.float32)
+    before, behind = (
+        jnp.clip(end[:, None] - starts, 0, KEYS_PER_MEAN)
+        for end in (oldest_visible(lengths, window), lengths)
+    )
+    count = (behind - before)[:, None, None].astype(jnp.float32)
     scores = scores * rows.shape[3] ** -0.5 + jnp.log(count)  # -inf where no key is
     weights, total, _ = masked_softmax(scores, count > 0)
     groups = rows.shape[2] // nodes.shape[1]
@@ -147,7 +164,7 @@ def summary_scorer(
     def score(layer: int, q: jax.Array) -> jax.Array:
         summary = summaries.layers[layer]
         assert summary is not None
-        return score_blocks(plan.score, q, summary, lengths, nodes)
+        return score_blocks(plan.score, q, summary, lengths, nodes, plan.windows[layer])
 
     return score
 
@@ -158,7 +175,6 @@ def make_chooser(
     lengths: jax.Array,
     live: jax.Array,
     *,
-    model: ModelConfig,
     sharding: Sharding,
 ) -> BlockChooser:
     """The choice of a step by the plan: anchors score and select, other layers take their anchor's set.
@@ -182,10 +198,7 @@ def make_chooser(
             return chosen[anchor]
         with jax.named_scope("select"):
             scores = score(layer, q)
-            window = model.sliding_window(layer)
-            first = (
-                jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window + 1, 0) // size
-            )
+            first = oldest_visible(lengths, plan.windows[layer]) // size
             indices, counts = select_blocks(
                 scores,
                 first,

@@ -118,7 +118,6 @@ def verify_and_accept(
             summary_scorer(sparsity.attention, state.summaries, state.lengths, existing_nodes(draft)),
             state.lengths,
             ~state.finished,
-            model=target.config,
             sharding=target.sharding,
         )
     verification = verify(target, params, state.cache, state.lengths, draft, choose)

@@ -93,9 +93,7 @@ def first_step(model, attention=ATTENTION, rows: int = 2):
 def static_logits(target, params, step, plan):
     """Sparse verification by a plan with static anchors."""
     score = summary_scorer(plan, step.summaries[plan.block_size], step.lengths, step.nodes)
-    choose = make_chooser(
-        plan, score, step.lengths, step.lengths > 0, model=target.config, sharding=target.sharding
-    )
+    choose = make_chooser(plan, score, step.lengths, step.lengths > 0, sharding=target.sharding)
     return verify(target, params, step.cache, step.lengths, chain(step.tokens), choose).logits
 
 

@@ -29,8 +29,9 @@ def fine_means(keys):
     return jax.vmap(lambda k, a: summarise(k, a, ("fine_means",)))(blocks, alive)["fine_means"]
 
 
-def plain_mass(q, keys, length, nodes):
+def plain_mass(q, keys, length, nodes, window=None):
     """By definition, for one row: [K, S / BLOCK]."""
+    oldest = 0 if window is None else max(length - (window - 1), 0)
     mass = np.zeros((KV_HEADS, CAPACITY // BLOCK))
     means = plain_summary("mean", keys, length, KEYS_PER_MEAN)
     for token in np.flatnonzero(nodes):
@@ -38,12 +39,34 @@ def plain_mass(q, keys, length, nodes):
             own = head // GROUP
             weights = []
             for n in range(CAPACITY // KEYS_PER_MEAN):
-                count = min(max(length - n * KEYS_PER_MEAN, 0), KEYS_PER_MEAN)
+                count = len(range(max(n * KEYS_PER_MEAN, oldest), min((n + 1) * KEYS_PER_MEAN, length)))
                 weights.append(count * np.exp(q[token, head] @ means[own, n] / np.sqrt(DIM)))
             for n, weight in enumerate(weights):
-                if length:
+                if sum(weights):
                     mass[own, n * KEYS_PER_MEAN // BLOCK] += weight / sum(weights)
     return mass
+
+
+def test_a_window(inputs):
+    """Weights are shared among what is in it; of a mean that lies across its edge, by the keys inside."""
+    q, keys = inputs
+    for window in (1, 20, 33, 1000):
+        got = np.asarray(attention_mass(q, fine_means(keys), LENGTHS, NODES, window))
+        expected = [plain_mass(*row, window) for row in zip(q, keys, LENGTHS, NODES)]
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_oracle_in_a_window(inputs):
+    """The dense pass's masses, from keys outside of the window none."""
+    q, keys = inputs
+    options = {"block_size": BLOCK, "layout": "BKSD", "window": 20}
+    masses = np.asarray(block_masses(q, (keys, keys), LENGTHS, NODES, **options))
+    assert np.allclose(masses.sum(axis=-1)[:3], [[9, 9], [6, 6], [3, 3]], atol=1e-4)
+    assert (masses[0, :, :4] == 0).all() and (masses[0, :, 4:] > 0).all()  # 77 .. 95 are seen
+    far = np.where((np.arange(CAPACITY) < 77)[:, None], 50 * keys, keys)
+    np.testing.assert_allclose(
+        block_masses(q, (far, far), LENGTHS, NODES, **options)[0], masses[0], rtol=1e-5
+    )
 
 
 def test_by_definition(inputs):

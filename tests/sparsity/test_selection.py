@@ -147,7 +147,7 @@ def choose_all(plan: SparsityPlan, lengths, queries, keys, live):
     sharding = make_target(MODEL).sharding
     nodes = jnp.ones(queries[0].shape[:2], bool)
     score = summary_scorer(plan, summaries, lengths, nodes)
-    choose = make_chooser(plan, score, lengths, live, model=MODEL, sharding=sharding)
+    choose = make_chooser(plan, score, lengths, live, sharding=sharding)
     chosen = ()
     for layer, (q, k) in enumerate(zip(queries, keys)):
         chosen += (choose(layer, q, (k, k), chosen),)

@@ -107,7 +107,6 @@ def run_sparse(
         summary_scorer(plan, summaries, lengths, existing_nodes(draft)),
         lengths,
         live,
-        model=target.config,
         sharding=target.sharding,
     )
 
