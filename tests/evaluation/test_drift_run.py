@@ -65,7 +65,13 @@ def test_what_is_there_is_not_measured_again(tmp_path, calls):
 
 @pytest.mark.parametrize(
     "change",
-    [{"num_speculative_tokens": 3}, {"model": "dtype"}, {"model": "weights"}, {"version": 2}, {"tokens": 9}],
+    [
+        {"num_speculative_tokens": 3},
+        {"model": "dtype"},
+        {"model": "weights"},
+        {"version": drift_run.MEASURING_VERSION + 1},
+        {"tokens": 9},
+    ],
 )
 def test_other_circumstances_have_other_results(tmp_path, calls, monkeypatch, change):
     make_run(tmp_path).measure_missing(CASES, SETTINGS, on_results=id)
