@@ -6,10 +6,10 @@ import contextlib
 import dataclasses
 import numbers
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
-FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
 LARGEST = 2.0**127  # what float32 holds for sure; NaN and infinities are not below it
 
 
@@ -58,6 +58,28 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """Mixture of experts in place of the feed-forward network of some layers.
+
+    A token goes through the num_experts_per_tok experts with the largest router probabilities, a softmax over
+    all experts; its weights are these, divided by their sum if norm_topk_prob is set.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    expert_size: int  # channels of one expert
+    norm_topk_prob: bool
+    shared_expert_size: int = 0  # channels of an expert that all tokens use, behind a sigmoid gate; 0: none
+
+    def __post_init__(self) -> None:
+        if not 0 < self.num_experts_per_tok <= self.num_experts:
+            raise UserError(
+                f"num_experts_per_tok={self.num_experts_per_tok} is not allowed; allowed: 1 to the "
+                f"number of experts, {self.num_experts}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Architecture of one decoder-only transformer (the numbers of its config.json)."""
 
@@ -76,9 +98,12 @@ class ModelConfig:
     attention_bias: bool = False  # bias on query, key, value
     attention_output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over head_dim on queries and keys, before RoPE (qwen3)
+    # RMSNorm on queries and keys before RoPE: over each head's head_dim (qwen3), or over all heads (olmoe).
+    qk_norm: Literal["head", "projection"] | None = None
     sliding_windows: tuple[int | None, ...] = ()  # per layer; () means full attention everywhere
     tie_word_embeddings: bool = False
+    moe: MoEConfig | None = None
+    dense_ffn_layers: tuple[int, ...] = ()  # layers of a MoE model with a plain feed-forward network
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -88,6 +113,8 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise UserError(f"head_dim={self.head_dim} is odd; rotary embeddings need an even number")
+        if beyond := [layer for layer in self.dense_ffn_layers if not 0 <= layer < self.num_layers]:
+            raise UserError(f"layer {beyond[0]} has a plain FFN; the model has {self.num_layers} layers")
         if self.sliding_windows and len(self.sliding_windows) != self.num_layers:
             raise UserError(
                 f"sliding_windows has {len(self.sliding_windows)} entries for {self.num_layers} layers"
@@ -96,3 +123,7 @@ class ModelConfig:
     def sliding_window(self, layer: int) -> int | None:
         """Positions that layer `layer` can look back over (the query's own included); None: all."""
         return self.sliding_windows[layer] if self.sliding_windows else None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer `layer` has experts in place of a plain feed-forward network."""
+        return self.moe is not None and layer not in self.dense_ffn_layers

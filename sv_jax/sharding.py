@@ -20,6 +20,9 @@ LOGICAL_AXES: dict[str, str | None] = {
     "heads": MODEL,
     "kv_heads": MODEL,
     "ffn": MODEL,
+    "experts": MODEL,
+    "all_experts": None,  # the router's outputs: each device chooses among all
+    "one": None,
     "vocab": MODEL,
     "embed": None,
     "head_dim": None,
@@ -115,19 +118,34 @@ def _allow_slow_collectives() -> None:
     os.environ["XLA_FLAGS"] = flags.strip()
 
 
+def _cut_sizes(config: ModelConfig) -> dict[str, int]:
+    """What has to divide by the model axis."""
+    sizes = {}
+    if not all(config.has_experts(layer) for layer in range(config.num_layers)):
+        sizes["intermediate_size"] = config.intermediate_size
+    if config.moe is not None:
+        sizes["num_experts"] = config.moe.num_experts
+        if config.moe.shared_expert_size:
+            sizes["shared_expert_intermediate_size"] = config.moe.shared_expert_size
+    return sizes
+
+
 def make_sharding(config: ModelConfig, mesh_shape: tuple[int, int] = (1, 1)) -> Sharding:
     """Sharding of a model on the first D*M devices.
 
-    Attention heads (or the vocabulary) that do not divide by M are kept whole on each device; an FFN that
-    does not divide is refused, since then nearly everything would be computed M times over.
+    Attention heads (or the vocabulary) that do not divide by M are kept whole on each device; an FFN, or a
+    number of experts, that does not divide is refused, since then nearly everything would be computed M times
+    over.
     """
     data, model = mesh_shape
-    if config.intermediate_size % model:
-        divisors = [m for m in range(2, 65) if config.intermediate_size % m == 0]
-        raise UserError(
-            f"a model axis of {model} does not divide intermediate_size={config.intermediate_size}; "
-            f"allowed: 1, {', '.join(map(str, divisors))}"
-        )
+    sizes = _cut_sizes(config)
+    for name, size in sizes.items():
+        if size % model:
+            divisors = [m for m in range(2, 65) if all(other % m == 0 for other in sizes.values())]
+            raise UserError(
+                f"a model axis of {model} does not divide {name}={size}; "
+                f"allowed: {', '.join(map(str, [1, *divisors]))}"
+            )
     ensure_devices(data * model)
     replicated = set()
     if config.num_heads % model or config.num_kv_heads % model:

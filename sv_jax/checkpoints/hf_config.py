@@ -7,14 +7,41 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sv_jax.config import FAMILIES, ModelConfig, RopeScaling, UserError
+from sv_jax.config import FAMILIES, ModelConfig, MoEConfig, RopeScaling, UserError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ACTIVATIONS = ("silu", "swish")  # two names of one function
-# What each family's transformers class assumes when config.json is silent. (All: rms_norm_eps 1e-6,
-# rope_theta 10,000, tie_word_embeddings false.)
-DEFAULT_MAX_POSITIONS = {"llama": 2048, "mistral": 131_072, "qwen2": 32_768, "qwen3": 32_768}
-DEFAULT_KV_HEADS: dict[str, int | None] = {"llama": None, "mistral": 8, "qwen2": 32, "qwen3": 32}
+# What each family's transformers class assumes when config.json is silent. (All: tie_word_embeddings false.)
+DEFAULT_MAX_POSITIONS: Mapping[str, int] = {
+    "llama": 2048,
+    "mistral": 131_072,
+    "qwen2": 32_768,
+    "qwen3": 32_768,
+    "mixtral": 131_072,
+    "qwen2_moe": 32_768,
+    "qwen3_moe": 32_768,
+    "olmoe": 4096,
+}
+DEFAULT_KV_HEADS: Mapping[str, int | None] = {
+    "llama": None,
+    "mistral": 8,
+    "qwen2": 32,
+    "qwen3": 32,
+    "mixtral": 8,
+    "qwen2_moe": 16,
+    "qwen3_moe": 4,
+    "olmoe": None,
+}
+DEFAULT_THETA = {"mixtral": 1e6}  # others: 10,000
+DEFAULT_EPSILON = {"mixtral": 1e-5, "olmoe": 1e-5}  # others: 1e-6
+DEFAULT_EXPERTS: Mapping[str, tuple[int, int]] = {  # of them, used by each token
+    "mixtral": (8, 2),
+    "qwen2_moe": (60, 4),
+    "qwen3_moe": (128, 8),
+    "olmoe": (64, 8),
+}
+DEFAULT_EXPERT_SIZE = {"qwen2_moe": 1408, "qwen3_moe": 768}
+DEFAULT_SHARED_EXPERT_SIZE = 5632
 DEFAULT_WINDOW = 4096
 DEFAULT_MAX_WINDOW_LAYERS = 28
 
@@ -57,8 +84,11 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
     heads, layers = _need(config, "num_attention_heads"), _need(config, "num_hidden_layers")
     hidden = _need(config, "hidden_size")
     max_positions = int(config.get("max_position_embeddings") or DEFAULT_MAX_POSITIONS[family])
-    attention_bias = family in ("llama", "qwen3") and bool(config.get("attention_bias", False))
-    theta, scaling = _rope(config, max_positions)
+    biased = family in ("llama", "qwen3", "qwen3_moe", "olmoe")
+    attention_bias = biased and bool(config.get("attention_bias", False))
+    if config.get("clip_qkv") is not None:
+        raise UserError(f"clip_qkv={config['clip_qkv']!r} is not supported; allowed: null")
+    theta, scaling = _rope(config, family, max_positions)
     return ModelConfig(
         family=family,
         vocab_size=_need(config, "vocab_size"),
@@ -69,22 +99,61 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=int(config.get("num_key_value_heads", DEFAULT_KV_HEADS[family]) or heads),
         head_dim=_head_dim(config, family, hidden, heads),
         max_position_embeddings=max_positions,
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=float(config.get("rms_norm_eps", DEFAULT_EPSILON.get(family, 1e-6))),
         rope_theta=theta,
         rope_scaling=scaling,
-        attention_bias=attention_bias or family == "qwen2",
+        attention_bias=attention_bias
+        or family == "qwen2"
+        or (family == "qwen2_moe" and bool(config.get("qkv_bias", True))),
         attention_output_bias=attention_bias,
         mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
-        qk_norm=family == "qwen3",
+        qk_norm="head" if family in ("qwen3", "qwen3_moe") else "projection" if family == "olmoe" else None,
         sliding_windows=_sliding_windows(config, family, layers),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        moe=_moe(config, family),
+        dense_ffn_layers=_dense_ffn_layers(config, family, layers),
     )
+
+
+def _moe(config: Mapping[str, Any], family: str) -> MoEConfig | None:
+    if family not in DEFAULT_EXPERTS:
+        return None
+    experts, used = DEFAULT_EXPERTS[family]
+    # The second name is Mixtral's; files of the others have the first, or both.
+    named = {"num_experts": config.get("num_experts", config.get("num_local_experts", experts))}
+    named["num_experts_per_tok"] = config.get("num_experts_per_tok", used)
+    if family in DEFAULT_EXPERT_SIZE:
+        size = {"moe_intermediate_size": config.get("moe_intermediate_size", DEFAULT_EXPERT_SIZE[family])}
+    else:
+        size = {"intermediate_size": config.get("intermediate_size")}
+    shared = 0
+    if family == "qwen2_moe":
+        key = "shared_expert_intermediate_size"
+        shared = _need({key: config.get(key, DEFAULT_SHARED_EXPERT_SIZE)}, key)
+    return MoEConfig(
+        num_experts=_need(named, "num_experts"),
+        num_experts_per_tok=_need(named, "num_experts_per_tok"),
+        expert_size=_need(size, next(iter(size))),
+        norm_topk_prob=family == "mixtral" or bool(config.get("norm_topk_prob", False)),
+        shared_expert_size=shared,
+    )
+
+
+def _dense_ffn_layers(config: Mapping[str, Any], family: str, layers: int) -> tuple[int, ...]:
+    """Layers without experts: Qwen's mlp_only_layers, and those between every decoder_sparse_step-th."""
+    if family not in ("qwen2_moe", "qwen3_moe"):
+        return ()
+    only, step = set(config.get("mlp_only_layers") or ()), int(config.get("decoder_sparse_step", 1))
+    if step < 1:
+        raise UserError(f"decoder_sparse_step={step} is not allowed; allowed: 1 or more")
+    return tuple(layer for layer in range(layers) if layer in only or (layer + 1) % step)
 
 
 def _family(config: Mapping[str, Any]):
     name = config.get("model_type")
     if name is None and config.get("architectures"):
         name = str(config["architectures"][0]).removesuffix("ForCausalLM").lower()
+        name = name.replace("moe", "_moe") if name.startswith("qwen") else name
     if name not in FAMILIES:
         raise UserError(f"model_type {name!r} is not supported; allowed: {', '.join(FAMILIES)}")
     return name
@@ -108,10 +177,10 @@ def _head_dim(config: Mapping[str, Any], family: str, hidden: int, heads: int) -
     return hidden // heads
 
 
-def _rope(config: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling | None]:
+def _rope(config: Mapping[str, Any], family: str, max_positions: int) -> tuple[float, RopeScaling | None]:
     """(theta, scaling) from rope_theta and rope_scaling, or from transformers 5's rope_parameters."""
     parameters = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or DEFAULT_THETA.get(family, 1e4))
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise UserError(f"rope type {kind!r} is not supported; allowed: {', '.join(ROPE_TYPES)}")
@@ -165,14 +234,19 @@ def _rope_scaling(
 
 def _sliding_windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
     """Per-layer windows; () when every layer sees everything."""
-    window = config.get("sliding_window", DEFAULT_WINDOW)
-    if family == "llama" or window is None:
+    window = config.get("sliding_window", None if family == "mixtral" else DEFAULT_WINDOW)
+    if family in ("llama", "olmoe") or window is None:
         return ()
-    if family == "mistral":
+    if family in ("mistral", "mixtral"):
         return (int(window),) * layers
     if not config.get("use_sliding_window", False):
         return ()
+    if family == "qwen3_moe":
+        return (int(window),) * layers
     types = config.get("layer_types")
+    if types is None and family == "qwen2_moe":  # every other layer, among the first ones
+        last = int(config.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS))
+        types = ["sliding_attention" if i % 2 == 0 and i < last else "full_attention" for i in range(layers)]
     if types is None:
         first = int(config.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS))
         types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]

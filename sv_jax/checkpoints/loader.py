@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 READ_BYTES = 128 << 20  # read and converted at a time; bounds host memory next to the finished slice
 TRANSPOSE_BYTES = 1 << 20  # a block that is transposed out of a core's cache
 PENDING_BYTES = 512 << 20  # host slices that may wait for their transfer to an accelerator
+
+
+Bounds = tuple[tuple[int, int], ...]
+"""(start, stop) per axis."""
 
 
 class Source(Protocol):
@@ -61,7 +65,8 @@ def load_from(
     """load_params for any source of tensors and any table."""
     leaves = _flatten(abstract_params)
     tensor_of = _assign(leaves, table)
-    _check_names(source, set(tensor_of.values()), table, tied=tied)
+    wanted = {name for path, leaf in leaves.items() for name in tensors_of(tensor_of[path], leaf)}
+    _check_names(source, wanted, table, tied=tied)
     _check_shapes(source, leaves, tensor_of, table)
 
     loaded: dict[str, jax.Array] = {}
@@ -80,25 +85,37 @@ def load_from(
     return _unflatten(loaded)
 
 
+def tensors_of(name: str, leaf) -> list[str]:
+    """The tensors behind a parameter: one, or as many as it has experts where {e} is in the name."""
+    return [name.replace("{e}", str(e)) for e in range(leaf.shape[0])] if "{e}" in name else [name]
+
+
 def load_array(source: Source, name: str, leaf, *, transposed: bool = False) -> jax.Array:
     """One parameter: every distinct slice is read once and put on all devices that hold it.
 
-    transposed: the parameter is the transpose of the (two-dimensional) tensor.
+    name: with {e} in it, the parameter has one tensor of that name for each expert along its first axis.
+    transposed: the parameter is the transpose of the (two-dimensional) tensor, or of each of them.
     """
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    devices_of: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    devices_of: dict[Bounds, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), leaf.shape))
         devices_of.setdefault(bounds, []).append(device)
     shards = []
     for bounds, devices in devices_of.items():
         read = read_transposed if transposed else read_slice
-        host = read(source, name, bounds, np.dtype(leaf.dtype))
+        if "{e}" in name:
+            host = read_experts(source, name, bounds, np.dtype(leaf.dtype), read)
+        else:
+            host = read(source, name, bounds, np.dtype(leaf.dtype))
         shards += [jax.device_put(host, device) for device in devices]
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
 
 
-def read_slice(source: Source, name: str, bounds: tuple[tuple[int, int], ...], dtype: np.dtype) -> np.ndarray:
+Reader = Callable[[Source, str, Bounds, np.dtype], np.ndarray]
+
+
+def read_slice(source: Source, name: str, bounds: Bounds, dtype: np.dtype) -> np.ndarray:
     """The part of a tensor within `bounds` ((start, stop) per axis), in `dtype`.
 
     Blocks of rows are converted straight into the result: besides it, memory holds one block.
@@ -114,9 +131,7 @@ def read_slice(source: Source, name: str, bounds: tuple[tuple[int, int], ...], d
     return out
 
 
-def read_transposed(
-    source: Source, name: str, bounds: tuple[tuple[int, int], ...], dtype: np.dtype
-) -> np.ndarray:
+def read_transposed(source: Source, name: str, bounds: Bounds, dtype: np.dtype) -> np.ndarray:
     """The part of a matrix's transpose within `bounds`, which are those of the transpose; as `read_slice`."""
     (first, last), columns = bounds
     out = np.empty((last - first, columns[1] - columns[0]), dtype)
@@ -125,6 +140,15 @@ def read_transposed(
         stop = min(start + step, columns[1])
         block = source.read(name, (slice(start, stop), slice(first, last)))
         out[:, start - columns[0] : stop - columns[0]] = block.T
+    return out
+
+
+def read_experts(source: Source, name: str, bounds: Bounds, dtype: np.dtype, read: Reader) -> np.ndarray:
+    """The part of all experts' tensors within `bounds`, the first of which says which experts; as `read`."""
+    experts, *rest = bounds
+    out = np.empty([stop - start for start, stop in bounds], dtype)
+    for expert in range(*experts):
+        out[expert - experts[0]] = read(source, name.replace("{e}", str(expert)), tuple(rest), dtype)
     return out
 
 
@@ -196,6 +220,8 @@ def _check_shapes(
     source: Source, leaves: Mapping[str, Any], tensor_of: Mapping[str, str], table: TensorTable
 ) -> None:
     for path, leaf in leaves.items():
-        expected = tuple(leaf.shape)[::-1] if table.is_transposed(path) else tuple(leaf.shape)
-        if (found := source.shape(tensor_of[path])) != expected:
-            raise UserError(f"tensor {tensor_of[path]!r} has shape {found}; the config asks for {expected}")
+        shape = tuple(leaf.shape)[1:] if "{e}" in tensor_of[path] else tuple(leaf.shape)
+        expected = shape[::-1] if table.is_transposed(path) else shape
+        for name in tensors_of(tensor_of[path], leaf):
+            if (found := source.shape(name)) != expected:
+                raise UserError(f"tensor {name!r} has shape {found}; the config asks for {expected}")

@@ -119,9 +119,8 @@ class Attention(nn.Module):
         q = project("query", config.num_heads, "heads")
         k = project("key", config.num_kv_heads, "kv_heads")
         v = project("value", config.num_kv_heads, "kv_heads")
-        if config.qk_norm:
-            q = RMSNorm(config.rms_norm_eps, self.dtype, name="query_norm")(q)
-            k = RMSNorm(config.rms_norm_eps, self.dtype, name="key_norm")(k)
+        if config.qk_norm is not None:
+            q, k = self._normed("query_norm", q), self._normed("key_norm", k)
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
 
         scale = config.head_dim**-0.5
@@ -139,6 +138,13 @@ class Attention(nn.Module):
             config.hidden_size, ("heads", "embed"), config.attention_output_bias, self.dtype, name="output"
         )
         return output(out), (k, v), selection
+
+    def _normed(self, name: str, x: jax.Array) -> jax.Array:
+        """x [B, T, heads, D], over each head or over all of them together."""
+        norm = RMSNorm(self.config.rms_norm_eps, self.dtype, name=name)
+        if self.config.qk_norm == "head":
+            return norm(x)
+        return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
     def _over_cache(
         self,

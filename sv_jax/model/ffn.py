@@ -14,14 +14,15 @@ class FeedForward(nn.Module):
 
     config: ModelConfig
     dtype: str
+    size: int | None = None  # F; None: the config's
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        config = self.config
+        config, size = self.config, self.size or self.config.intermediate_size
 
         def linear(name: str, features: int, axes: tuple[str, str]) -> Linear:
             return Linear(features, axes, config.mlp_bias, self.dtype, name=name)
 
-        gate = linear("gate", config.intermediate_size, ("embed", "ffn"))(x)
-        up = linear("up", config.intermediate_size, ("embed", "ffn"))(x)
+        gate = linear("gate", size, ("embed", "ffn"))(x)
+        up = linear("up", size, ("embed", "ffn"))(x)
         return linear("down", config.hidden_size, ("ffn", "embed"))(nn.silu(gate) * up)

@@ -15,6 +15,7 @@ from sv_jax.model.attention import Attention, BlockChooser, Selection
 from sv_jax.model.cache import KVCache, LayerKV, cache_shape
 from sv_jax.model.ffn import FeedForward
 from sv_jax.model.layers import Embedding, Linear, RMSNorm, rope_angles
+from sv_jax.model.moe import MoE
 from sv_jax.sharding import Sharding
 
 Params = dict[str, Any]
@@ -32,25 +33,32 @@ class Block(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x))."""
 
     config: ModelConfig
-    window: int | None
+    layer: int
     dtype: str
     sharding: Sharding
 
     def setup(self) -> None:
-        epsilon = self.config.rms_norm_eps
+        config = self.config
+        epsilon = config.rms_norm_eps
         self.attention_norm = RMSNorm(epsilon, self.dtype)
-        self.attention = Attention(self.config, self.window, self.dtype, self.sharding)
+        self.attention = Attention(config, config.sliding_window(self.layer), self.dtype, self.sharding)
         self.ffn_norm = RMSNorm(epsilon, self.dtype)
-        self.ffn = FeedForward(self.config, self.dtype)
+        self.ffn: FeedForward | MoE = (
+            MoE(config, self.dtype, self.sharding)
+            if config.has_experts(self.layer)
+            else FeedForward(config, self.dtype)
+        )
 
     def __call__(
-        self, x: jax.Array, *attention_arguments: Any
+        self, x: jax.Array, live: jax.Array | None, *attention_arguments: Any
     ) -> tuple[jax.Array, LayerKV, Selection | None]:
         with jax.named_scope("attention"):
             attended, new_kv, selection = self.attention(self.attention_norm(x), *attention_arguments)
             x = self.sharding.constrain(x + attended, "batch", None, None)
         with jax.named_scope("ffn"):
-            x = self.sharding.constrain(x + self.ffn(self.ffn_norm(x)), "batch", None, None)
+            normed = self.ffn_norm(x)
+            out = self.ffn(normed, live) if isinstance(self.ffn, MoE) else self.ffn(normed)
+            x = self.sharding.constrain(x + out, "batch", None, None)
         return x, new_kv, selection
 
 
@@ -68,10 +76,7 @@ class Transformer(nn.Module):
     def setup(self) -> None:
         config = self.config
         self.embedding = Embedding(config.vocab_size, config.hidden_size, self.dtype)
-        self.layers = [
-            Block(config, config.sliding_window(i), self.dtype, self.sharding)
-            for i in range(config.num_layers)
-        ]
+        self.layers = [Block(config, i, self.dtype, self.sharding) for i in range(config.num_layers)]
         self.final_norm = RMSNorm(config.rms_norm_eps, self.dtype)
         if not config.tie_word_embeddings:
             self.head = Linear(
@@ -86,6 +91,7 @@ class Transformer(nn.Module):
         lengths: jax.Array,
         mask: jax.Array,
         choose: BlockChooser | None = None,
+        live: jax.Array | None = None,
     ) -> Pass:
         """Runs T new tokens per row behind a committed prefix.
 
@@ -93,6 +99,7 @@ class Transformer(nn.Module):
           tokens: int32[B, T]. positions: int32[B, T], absolute. cache, lengths: the committed prefix.
           mask: bool[B, T, T], True where new token t sees new token u (itself included).
           choose: which blocks of the cache each layer reads; None: every layer reads everything.
+          live: bool[B, T], tokens whose output counts: no expert is read for the others. None: all do.
 
         The cache is read only; committing is the caller's.
         """
@@ -108,7 +115,7 @@ class Transformer(nn.Module):
             cached = (cache.keys[i], cache.values[i])
             choose_here = partial(choose_for, i, cached)
             x, layer_kv, selection = block(
-                x, rope, positions, cached, lengths, mask, cache.layout, choose_here
+                x, live, rope, positions, cached, lengths, mask, cache.layout, choose_here
             )
             new_kv.append(layer_kv)
             chosen.append(selection)
@@ -135,9 +142,10 @@ def forward(
     lengths: jax.Array,
     mask: jax.Array,
     choose: BlockChooser | None = None,
+    live: jax.Array | None = None,
 ) -> Pass:
     """`Transformer.__call__` as a pure function of parameters."""
-    return cast(Any, target.apply({"params": params}, tokens, positions, cache, lengths, mask, choose))
+    return cast(Any, target.apply({"params": params}, tokens, positions, cache, lengths, mask, choose, live))
 
 
 def compute_logits(target: Transformer, params: Params, hidden: jax.Array) -> jax.Array:

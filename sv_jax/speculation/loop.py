@@ -18,7 +18,7 @@ from sv_jax.speculation.commit import commit
 from sv_jax.speculation.logprobs import emitted_logprobs
 from sv_jax.speculation.penalties import process_logits
 from sv_jax.speculation.state import constrain_state
-from sv_jax.speculation.tree import ancestor_mask, node_depths
+from sv_jax.speculation.tree import ancestor_mask, existing_nodes, node_depths
 from sv_jax.speculation.types import Acceptance, Draft, Drafter, Logprobs, SpeculationState
 from sv_jax.speculation.verify import verify
 
@@ -95,11 +95,6 @@ def step(
 StepResults = tuple[Acceptance, tuple[LayerKV, ...], jax.Array | None, Logprobs | None]
 
 
-def existing_nodes(draft: Draft) -> jax.Array:
-    """bool[B, T]: the root and what is drafted, not the empty slots."""
-    return (draft.parents >= 0).at[:, 0].set(True)
-
-
 def verify_and_accept(
     target: Transformer,
     params: Params,
@@ -115,12 +110,12 @@ def verify_and_accept(
             raise ValueError("the state has no block summaries; start_state needs the same sparsity plan")
         choose = make_chooser(
             sparsity.attention,
-            summary_scorer(sparsity.attention, state.summaries, state.lengths, existing_nodes(draft)),
+            summary_scorer(sparsity.attention, state.summaries, state.lengths, existing_nodes(draft.parents)),
             state.lengths,
             ~state.finished,
             sharding=target.sharding,
         )
-    verification = verify(target, params, state.cache, state.lengths, draft, choose)
+    verification = verify(target, params, state.cache, state.lengths, draft, choose, state.finished)
     ancestors = ancestor_mask(draft.parents)
     following = state.lengths[:, None] + node_depths(ancestors) + 1
     logits = process_logits(verification.logits, state, draft.tokens, ancestors, following)

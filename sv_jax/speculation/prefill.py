@@ -68,9 +68,18 @@ def prefill_chunk(
         slots = jnp.arange(chunk_size, dtype=jnp.int32)
         positions = state.lengths[:, None] + slots
         causal = jnp.broadcast_to(slots[:, None] >= slots, (batch, chunk_size, chunk_size))
-        hidden, new_kv, _ = forward(target, params, tokens, positions, state.cache, state.lengths, causal)
         remaining = state.prompt_lengths - state.lengths
         fed = jnp.minimum(remaining, chunk_size)
+        hidden, new_kv, _ = forward(
+            target,
+            params,
+            tokens,
+            positions,
+            state.cache,
+            state.lengths,
+            causal,
+            live=slots < fed[:, None],
+        )
         completed = (remaining > 0) & (fed == remaining)
 
         last = jnp.maximum(fed - 1, 0)[:, None, None]

@@ -33,3 +33,8 @@ def path_to(ancestors: jax.Array, node: jax.Array) -> jax.Array:
     # Parents come before children, so index order is depth order.
     indices = jnp.where(on_path, jnp.arange(num_nodes, dtype=jnp.int32), num_nodes - 1)
     return jnp.sort(indices, axis=-1)
+
+
+def existing_nodes(parents: jax.Array) -> jax.Array:
+    """bool[B, T]: the root and what is drafted, not the empty slots."""
+    return (parents >= 0).at[:, 0].set(True)

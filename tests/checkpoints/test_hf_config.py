@@ -7,10 +7,9 @@ import json
 import pytest
 
 from sv_jax.checkpoints.hf_config import model_config, read_config
-from sv_jax.config import RopeScaling, UserError
+from sv_jax.config import FAMILIES, MoEConfig, RopeScaling, UserError
 from tests.checkpoints import tiny
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -20,6 +19,14 @@ def _bare(family: str, **changes):
     return {"model_type": family, **sizes, "num_hidden_layers": 2, "num_attention_heads": 32, **changes}
 
 
+DEFAULT_MOE = {
+    "mixtral": MoEConfig(8, 2, 48, norm_topk_prob=True),
+    "qwen2_moe": MoEConfig(60, 4, 1408, norm_topk_prob=False, shared_expert_size=5632),
+    "qwen3_moe": MoEConfig(128, 8, 768, norm_topk_prob=False),
+    "olmoe": MoEConfig(64, 8, 48, norm_topk_prob=False),
+}
+
+
 @pytest.mark.parametrize(
     ("family", "kv_heads", "head_dim", "positions"),
     [
@@ -27,16 +34,22 @@ def _bare(family: str, **changes):
         ("mistral", 8, 128, 131_072),
         ("qwen2", 32, 128, 32_768),
         ("qwen3", 32, 128, 32_768),
+        ("mixtral", 8, 128, 131_072),
+        ("qwen2_moe", 16, 128, 32_768),
+        ("qwen3_moe", 4, 128, 32_768),
+        ("olmoe", 32, 128, 4096),
     ],
 )
 def test_defaults(family, kv_heads, head_dim, positions):
     config = model_config(_bare(family))
     assert (config.num_kv_heads, config.head_dim) == (kv_heads, head_dim)
     assert config.max_position_embeddings == positions
-    assert (config.rms_norm_eps, config.rope_theta, config.rope_scaling) == (1e-6, 10_000.0, None)
+    epsilon, theta = (1e-5 if family in ("mixtral", "olmoe") else 1e-6), (1e6 if family == "mixtral" else 1e4)
+    assert (config.rms_norm_eps, config.rope_theta, config.rope_scaling) == (epsilon, theta, None)
     assert not config.tie_word_embeddings
-    assert config.qk_norm == (family == "qwen3")
-    assert config.attention_bias == (family == "qwen2")
+    assert config.qk_norm == {"qwen3": "head", "qwen3_moe": "head", "olmoe": "projection"}.get(family)
+    assert config.attention_bias == (family in ("qwen2", "qwen2_moe"))
+    assert config.moe == DEFAULT_MOE.get(family) and config.dense_ffn_layers == ()
     assert config.sliding_windows == ((4096, 4096) if family == "mistral" else ())
 
 
@@ -47,10 +60,17 @@ def test_defaults_are_those_of_transformers(family, tmp_path):
     theirs = transformers.AutoConfig.for_model(**_bare(family))
     ours = model_config(_bare(family))
     assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert ours.head_dim == head_dim
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    if ours.moe is not None:
+        assert ours.moe.num_experts == theirs.num_experts
+        assert ours.moe.num_experts_per_tok == theirs.num_experts_per_tok
+        assert ours.moe.norm_topk_prob == getattr(theirs, "norm_topk_prob", True)
+        assert ours.moe.expert_size == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+        assert ours.moe.shared_expert_size == getattr(theirs, "shared_expert_intermediate_size", 0)
     rope = getattr(theirs, "rope_parameters", None) or {"rope_theta": theirs.rope_theta}
     assert ours.rope_theta == rope["rope_theta"]
     # What it writes must mean the same to us as the bare dictionary.
@@ -185,3 +205,37 @@ def test_broken_json(tmp_path, text, message):
 def test_no_config(tmp_path):
     with pytest.raises(UserError, match=r"lacks config\.json"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+def test_layers_without_experts(family):
+    def dense(**changes):
+        return model_config(_bare(family, num_hidden_layers=6) | changes).dense_ffn_layers
+
+    assert dense(mlp_only_layers=[4, 0]) == (0, 4) and dense(mlp_only_layers=None) == ()
+    assert dense(decoder_sparse_step=3) == (0, 1, 3, 4)  # layers 2 and 5 have experts
+    assert dense(decoder_sparse_step=2, mlp_only_layers=[1]) == (0, 1, 2, 4)
+    with pytest.raises(UserError, match="decoder_sparse_step=0 is not allowed; allowed: 1 or more"):
+        dense(decoder_sparse_step=0)
+
+
+def test_windows_of_moe_families():
+    def windows(family, **changes):
+        sizes = {"num_hidden_layers": 4, "sliding_window": 16}
+        return model_config(_bare(family) | sizes | changes).sliding_windows
+
+    assert windows("mixtral") == (16,) * 4 and windows("olmoe") == ()
+    assert windows("qwen3_moe") == windows("qwen2_moe") == ()
+    assert windows("qwen3_moe", use_sliding_window=True) == (16,) * 4
+    assert windows("qwen2_moe", use_sliding_window=True, max_window_layers=3) == (16, None, 16, None)
+
+
+def test_what_a_moe_config_may_not_say():
+    with pytest.raises(
+        UserError, match="num_experts_per_tok=9 is not allowed; allowed: 1 to the number of e"
+    ):
+        model_config(_bare("mixtral", num_experts_per_tok=9))
+    with pytest.raises(UserError, match=r"clip_qkv=8\.0 is not supported; allowed: null"):
+        model_config(_bare("olmoe", clip_qkv=8.0))
+    with pytest.raises(UserError, match="moe_intermediate_size=0; a positive integer is required"):
+        model_config(_bare("qwen3_moe", moe_intermediate_size=0))

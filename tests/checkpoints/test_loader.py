@@ -16,6 +16,7 @@ from sv_jax.checkpoints.safetensors_io import TensorSource
 from sv_jax.config import UserError
 from tests.checkpoints import tiny
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 VARIANTS = {
     "llama": tiny.config_dict("llama"),
     "llama with biases": tiny.config_dict("llama", attention_bias=True, mlp_bias=True),
@@ -25,6 +26,11 @@ VARIANTS = {
     "qwen2 tied": tiny.config_dict("qwen2", tie_word_embeddings=True),
     "qwen3": tiny.config_dict("qwen3"),
     "qwen3 with biases": tiny.config_dict("qwen3", attention_bias=True),
+    "mixtral": tiny.config_dict("mixtral", num_local_experts=4),
+    "qwen2_moe": tiny.config_dict("qwen2_moe", **EXPERTS, shared_expert_intermediate_size=20),
+    "qwen2_moe with a dense layer": tiny.config_dict("qwen2_moe", **EXPERTS, mlp_only_layers=[0]),
+    "qwen3_moe": tiny.config_dict("qwen3_moe", **EXPERTS),
+    "olmoe": tiny.config_dict("olmoe", num_experts=4, num_experts_per_tok=2),
 }
 
 
@@ -53,12 +59,13 @@ def test_every_family_loads_exactly(tmp_path, name):
     tiny.assert_same(loaded, tiny.expected(contents, config))
 
 
-@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("axis", [0, 1, 2])  # of experts, all three; of matrices, the first once more
 @pytest.mark.parametrize("shape", [(1, 1), (4, 2), (2, 4), (1, 8)])
-def test_meshes_hold_their_slices(tmp_path, axis, shape):
-    config = model_config(VARIANTS["qwen2"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen2_moe"])
+def test_meshes_hold_their_slices(tmp_path, axis, shape, name):
+    config = model_config(VARIANTS[name])
     contents = tiny.tensors(config)
-    checkpoint = tiny.save(tmp_path, VARIANTS["qwen2"], contents, shards=3)
+    checkpoint = tiny.save(tmp_path, VARIANTS[name], contents, shards=3)
     abstract = tiny.tree(config, place=_cut_where_it_divides(_mesh_of(shape), axis))
     loaded = load_params(checkpoint, abstract, progress=False)
     tiny.assert_same(loaded, tiny.expected(contents, config))
@@ -102,14 +109,46 @@ def test_only_slices_are_read_and_each_once(tmp_path):
         assert np.prod([stop - start for start, stop in bounds]) * 2 == np.prod(recorder.shape(name))
 
 
-def test_large_slices_are_read_in_bounded_blocks(tmp_path, monkeypatch):
-    for name in ("READ_BYTES", "TRANSPOSE_BYTES"):
-        monkeypatch.setattr(loader, name, 7 * tiny.D * 4)  # 7 rows: does not divide anything
-    config = model_config(VARIANTS["llama"])
+def test_experts_are_read_where_they_live(tmp_path):
+    """No host memory holds more than a shard's own experts, and no tensor is read by two shards."""
+    config = model_config(VARIANTS["qwen3_moe"])
+    checkpoint = tiny.save(tmp_path, VARIANTS["qwen3_moe"], tiny.tensors(config))
+    recorder = Recorder(TensorSource(checkpoint.directory))
+    abstract = tiny.tree(config, place=_cut_where_it_divides(_mesh_of((2, 4)), 0))
+    arrays = loader.load_from(recorder, abstract, TABLES["qwen3_moe"], tied=False)
+    assert len(recorder.reads) == len(set(recorder.reads))
+    of_experts = [name for name, _ in recorder.reads if ".experts." in name]
+    assert (
+        len(of_experts) == len(set(of_experts)) == tiny.L * 3 * 4
+    )  # each whole, by the one shard it lives on
+    assert arrays["layers_0"]["ffn"]["experts"]["up"].addressable_shards[0].data.shape[0] == 1
+
+
+def test_an_expert_that_is_missing_or_too_many(tmp_path):
+    contents = tiny.tensors(model_config(VARIANTS["qwen3_moe"]))
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    missing = {k: v for k, v in contents.items() if k != name}
+    with pytest.raises(UserError, match=rf"lacks 1 tensors: {name}"):
+        _load(tiny.save(tmp_path / "a", VARIANTS["qwen3_moe"], missing))
+    more = contents | {name.replace(".3.", ".4."): contents[name]}
+    with pytest.raises(
+        UserError, match=r"no place for 1 tensors: model\.layers\.1\.mlp\.experts\.4\.up_proj"
+    ):
+        _load(tiny.save(tmp_path / "b", VARIANTS["qwen3_moe"], more))
+    wrong = contents | {name: contents[name][:-1]}
+    with pytest.raises(UserError, match=r"experts\.3\.up_proj.weight' has shape \(23, 32\); .*\(24, 32\)"):
+        _load(tiny.save(tmp_path / "c", VARIANTS["qwen3_moe"], wrong))
+
+
+@pytest.mark.parametrize("name", ["llama", "olmoe"])
+def test_large_slices_are_read_in_bounded_blocks(tmp_path, monkeypatch, name):
+    for limit in ("READ_BYTES", "TRANSPOSE_BYTES"):
+        monkeypatch.setattr(loader, limit, 7 * tiny.D * 4)  # 7 rows: does not divide anything
+    config = model_config(VARIANTS[name])
     contents = tiny.tensors(config)
-    recorder = Recorder(TensorSource(tiny.save(tmp_path, VARIANTS["llama"], contents).directory))
+    recorder = Recorder(TensorSource(tiny.save(tmp_path, VARIANTS[name], contents).directory))
     abstract = tiny.tree(config)
-    loaded = loader.load_from(recorder, abstract, TABLES["llama"], tied=False)
+    loaded = loader.load_from(recorder, abstract, TABLES[config.family], tied=False)
     tiny.assert_same(loaded, tiny.expected(contents, config))
     sizes = [np.prod([stop - start for start, stop in bounds]) * 4 for _, bounds in recorder.reads]
     assert max(sizes) <= loader.READ_BYTES

@@ -34,6 +34,15 @@ def config_dict(family: str, **changes: Any) -> dict[str, Any]:
     return {**BASE, "model_type": family, **changes}
 
 
+def _expert_names(config: ModelConfig, layer: int) -> tuple[str, str, tuple[str, str, str]]:
+    """Hugging Face's names in a layer: of the router, of the experts, and of an expert's three matrices."""
+    if config.family == "mixtral":
+        block = f"model.layers.{layer}.block_sparse_moe"
+        return f"{block}.gate.weight", f"{block}.experts", ("w1", "w3", "w2")
+    block = f"model.layers.{layer}.mlp"
+    return f"{block}.gate.weight", f"{block}.experts", ("gate_proj", "up_proj", "down_proj")
+
+
 def tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     """Random tensors under Hugging Face's names, written out by hand (not from the tables under test)."""
     rng = np.random.default_rng(seed)
@@ -55,8 +64,22 @@ def tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
         if c.attention_output_bias:
             add(f"{p}self_attn.o_proj.bias", c.hidden_size)
         if c.qk_norm:
-            add(f"{p}self_attn.q_norm.weight", c.head_dim)
-            add(f"{p}self_attn.k_norm.weight", c.head_dim)
+            whole = c.qk_norm == "projection"
+            add(f"{p}self_attn.q_norm.weight", c.head_dim * (c.num_heads if whole else 1))
+            add(f"{p}self_attn.k_norm.weight", c.head_dim * (c.num_kv_heads if whole else 1))
+        if c.has_experts(i):
+            router, experts, (gate, up, down) = _expert_names(c, i)
+            add(router, c.moe.num_experts, c.hidden_size)
+            for e in range(c.moe.num_experts):
+                add(f"{experts}.{e}.{gate}.weight", c.moe.expert_size, c.hidden_size)
+                add(f"{experts}.{e}.{up}.weight", c.moe.expert_size, c.hidden_size)
+                add(f"{experts}.{e}.{down}.weight", c.hidden_size, c.moe.expert_size)
+            if shared := c.moe.shared_expert_size:
+                add(f"{p}mlp.shared_expert.gate_proj.weight", shared, c.hidden_size)
+                add(f"{p}mlp.shared_expert.up_proj.weight", shared, c.hidden_size)
+                add(f"{p}mlp.shared_expert.down_proj.weight", c.hidden_size, shared)
+                add(f"{p}mlp.shared_expert_gate.weight", 1, c.hidden_size)
+            continue
         for name, out, into in (
             ("gate", c.intermediate_size, c.hidden_size),
             ("up", c.intermediate_size, c.hidden_size),
@@ -119,8 +142,21 @@ def tree(config: ModelConfig, *, dtype: Any = np.float32, place: Placer | None =
             linear(f"{p}/attention/{name}", heads * c.head_dim, c.hidden_size, c.attention_bias)
         linear(f"{p}/attention/output", c.hidden_size, c.num_heads * c.head_dim, c.attention_output_bias)
         if c.qk_norm:
-            leaf(f"{p}/attention/query_norm/scale", c.head_dim)
-            leaf(f"{p}/attention/key_norm/scale", c.head_dim)
+            whole = c.qk_norm == "projection"
+            leaf(f"{p}/attention/query_norm/scale", c.head_dim * (c.num_heads if whole else 1))
+            leaf(f"{p}/attention/key_norm/scale", c.head_dim * (c.num_kv_heads if whole else 1))
+        if c.has_experts(i):
+            e, f, d = c.moe.num_experts, c.moe.expert_size, c.hidden_size
+            linear(f"{p}/ffn/router", e, d, False)
+            leaf(f"{p}/ffn/experts/gate", e, d, f)
+            leaf(f"{p}/ffn/experts/up", e, d, f)
+            leaf(f"{p}/ffn/experts/down", e, f, d)
+            if shared := c.moe.shared_expert_size:
+                linear(f"{p}/ffn/shared/gate", shared, d, False)
+                linear(f"{p}/ffn/shared/up", shared, d, False)
+                linear(f"{p}/ffn/shared/down", d, shared, False)
+                linear(f"{p}/ffn/shared_gate", 1, d, False)
+            continue
         linear(f"{p}/ffn/gate", c.intermediate_size, c.hidden_size, c.mlp_bias)
         linear(f"{p}/ffn/up", c.intermediate_size, c.hidden_size, c.mlp_bias)
         linear(f"{p}/ffn/down", c.hidden_size, c.intermediate_size, c.mlp_bias)
@@ -153,7 +189,17 @@ def expected(contents: dict[str, np.ndarray], config: ModelConfig) -> dict[str, 
         flat[f"{ours}/ffn_norm/scale"] = contents[f"{hf}.post_attention_layernorm.weight"]
         pairs = {"query": "q", "key": "k", "value": "v", "output": "o"}
         modules = {f"attention/{a}": f"self_attn.{b}_proj" for a, b in pairs.items()}
-        modules |= {f"ffn/{a}": f"mlp.{a}_proj" for a in ("gate", "up", "down")}
+        if config.has_experts(i):
+            router, experts, names = _expert_names(config, i)
+            flat[f"{ours}/ffn/router/kernel"] = contents[router].T
+            for a, b in zip(("gate", "up", "down"), names):
+                each = [contents[f"{experts}.{e}.{b}.weight"].T for e in range(config.moe.num_experts)]
+                flat[f"{ours}/ffn/experts/{a}"] = np.stack(each)
+            if config.moe.shared_expert_size:
+                modules |= {f"ffn/shared/{a}": f"mlp.shared_expert.{a}_proj" for a in ("gate", "up", "down")}
+                modules["ffn/shared_gate"] = "mlp.shared_expert_gate"
+        else:
+            modules |= {f"ffn/{a}": f"mlp.{a}_proj" for a in ("gate", "up", "down")}
         for a, b in modules.items():
             flat[f"{ours}/{a}/kernel"] = contents[f"{hf}.{b}.weight"].T
             if f"{hf}.{b}.bias" in contents:

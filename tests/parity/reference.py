@@ -47,7 +47,7 @@ def random_model(family: str, **changes: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 2:
+            if parameter.ndim >= 2:  # of all experts in one: 3
                 # Logits of several units, and attention that is far from uniform.
                 gain = 1.5 if "q_proj" in name or "k_proj" in name else 1.0
                 parameter.copy_(noise * gain * parameter.shape[-1] ** -0.5)

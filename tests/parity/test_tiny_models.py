@@ -35,6 +35,8 @@ YARN = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+
 VARIANTS = {
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
@@ -50,6 +52,25 @@ VARIANTS = {
     ),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3 yarn": ("qwen3", {"rope_parameters": YARN}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral past its window": ("mixtral", {"num_local_experts": 5, "sliding_window": 40}),
+    "qwen2_moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40}),
+    "qwen2_moe, weights normalised, a layer without experts, no biases": (
+        "qwen2_moe",
+        {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0], "qkv_bias": False},
+    ),
+    "qwen2_moe with a window in some layers": (
+        "qwen2_moe",
+        {**EXPERTS, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2},
+    ),
+    "qwen3_moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),
+    "qwen3_moe, weights as they are, experts in every other layer": (
+        "qwen3_moe",
+        {**EXPERTS, "norm_topk_prob": False, "decoder_sparse_step": 2},
+    ),
+    "qwen3_moe in a window": ("qwen3_moe", {**EXPERTS, "use_sliding_window": True, "sliding_window": 24}),
+    "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "head_dim": 12}),
+    "olmoe, weights normalised": ("olmoe", {"num_experts": 8, "norm_topk_prob": True, "head_dim": 12}),
 }
 
 

@@ -18,8 +18,7 @@ from sv_jax.model.transformer import Params, Transformer, compute_logits, forwar
 from sv_jax.sparsity.plan import SparsityPlan
 from sv_jax.sparsity.selection import make_chooser, summary_scorer
 from sv_jax.sparsity.summaries import BlockSummaries, planned_summaries, update_summaries
-from sv_jax.speculation.loop import existing_nodes
-from sv_jax.speculation.tree import ancestor_mask, node_depths
+from sv_jax.speculation.tree import ancestor_mask, existing_nodes, node_depths
 from sv_jax.speculation.types import Draft, SpeculationState, Verification
 from sv_jax.speculation.verify import verify
 from tests.sparsity.plain_selection import plain_summary
@@ -104,7 +103,7 @@ def run_sparse(
     plan, seen = sparsity.attention, []
     choose = make_chooser(
         plan,
-        summary_scorer(plan, summaries, lengths, existing_nodes(draft)),
+        summary_scorer(plan, summaries, lengths, existing_nodes(draft.parents)),
         lengths,
         live,
         sharding=target.sharding,
