@@ -24,7 +24,8 @@ def plain(seed=0, lengths=LENGTHS):
 )
 def test_prompt_lookup(k, lengths):
     accepted = 0
-    for seed in range(3):
+    # Top-2 gaps of 3e-4 and more all along. Seed 1 has one of 9e-8, which machines decide differently.
+    for seed in (2, 3, 5):
         prompts, expected = plain(seed, lengths)
         got, state = decode(*make_model(seed=seed), PromptLookup(k), prompts, new_tokens=NEW)
         assert got == expected

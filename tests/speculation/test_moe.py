@@ -23,7 +23,7 @@ from tests.tiny import (
     row_counts,
 )
 
-NEW = 24
+NEW = 16
 PROMPTS = random_prompts((5, 20, 33, 1))
 FAMILIES = {
     "mixtral": {"moe": MoEConfig(4, 2, 24, norm_topk_prob=True)},
@@ -40,7 +40,7 @@ def test_same_tokens_on_every_mesh(family):
     expected, _ = decode(*make_model(config), NoDraft(), PROMPTS, new_tokens=NEW)
     alone, _ = decode(*make_model(config), PromptLookup(4), PROMPTS[:1], new_tokens=NEW)
     assert alone == expected[:1]
-    meshes = [(1, 1), (1, 2), (4, 2)] if family == "qwen2_moe" else [(4, 2)]  # others: for time's sake
+    meshes = [(1, 1), (1, 2), (4, 2)] if family == "qwen2_moe" else [(1, 2)]  # others: for time's sake
     for mesh in meshes:
         got, state = decode(*make_model(config, mesh), PromptLookup(4), PROMPTS, new_tokens=NEW)
         assert got == expected, mesh
