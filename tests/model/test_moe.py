@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from sv_jax.config import MoEConfig, UserError
-from sv_jax.model.moe import ExpertWeights, MoE, Routing, route, run_experts, tile_size
+from sv_jax.model.experts import ExpertWeights, Routing, run_experts, tile_size
+from sv_jax.model.moe import MoE, route
 from sv_jax.sharding import make_sharding
 from tests.tiny import TINY, replace
 
