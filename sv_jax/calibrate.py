@@ -22,6 +22,7 @@ from sv_jax.evaluation.store import Store
 from sv_jax.evaluation.user_texts import UserText, read_texts
 from sv_jax.interrupts import INTERRUPTED, deferred_interrupts
 from sv_jax.option_table import flag
+from sv_jax.sparsity.config import SparsityConfig
 from sv_jax.sparsity_file import check_target, write_sparsity
 
 if TYPE_CHECKING:
@@ -136,10 +137,12 @@ def write(
     use = f"python -m sv_jax.generate --model {shlex.quote(options.model)} --verify sparse --sparsity "
     write_sparsity(
         output,
-        dataclasses.replace(
-            settings.attention,
-            anchors=calibration.chosen.anchors,
-            dense_layers=tuple(sorted(calibration.dense_layers)),
+        SparsityConfig(
+            dataclasses.replace(
+                settings.attention,
+                anchors=calibration.chosen.anchors,
+                dense_layers=tuple(sorted(calibration.dense_layers)),
+            )
         ),
         provenance(calibration, settings, model, cases, context=options.context, seed=options.seed)
         | {"sv_jax": sv_jax.__version__},

@@ -37,6 +37,19 @@ class Range:
         raise UserError(f"{label} {value!r} is not allowed; allowed: {self.allowed}")
 
 
+def check_layers(label: str, layers: Any) -> tuple[int, ...]:
+    """Layer numbers, ascending and without repetition. Raises UserError."""
+    allowed = "a list of different layer numbers, 0 or more"
+    if not isinstance(layers, list | tuple):
+        raise UserError(f"{label} {layers!r} is not allowed; allowed: {allowed}")
+    for layer in layers:
+        if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0:
+            raise UserError(f"{label} has {layer!r}; allowed: {allowed}")
+    if len(set(layers)) != len(layers):
+        raise UserError(f"{label} {list(layers)} names a layer twice; allowed: {allowed}")
+    return tuple(sorted(layers))
+
+
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
     """How rotary frequencies are stretched beyond the pretraining context.

@@ -125,7 +125,14 @@ def read_grid(options: DriftOptions) -> DriftGrid:
     """The lists of the options, and what is in the files that they name. Raises UserError."""
     texts = read_texts(options.texts) if options.texts is not None else ()
     kinds = () if options.kinds is None else _names("kinds", options.kinds, KINDS)
-    base = AttentionSparsity() if options.sparsity is None else read_sparsity(options.sparsity).attention
+    base = AttentionSparsity()
+    if options.sparsity is not None:
+        in_file = read_sparsity(options.sparsity).attention
+        if in_file is None:
+            raise UserError(
+                f"{flag('sparsity')} {options.sparsity!r} has no [attention]; allowed: a file with it"
+            )
+        base = in_file
     return DriftGrid(
         kinds=kinds or (() if texts else KINDS),
         texts=texts,

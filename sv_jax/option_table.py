@@ -7,8 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from sv_jax.config import Range, UserError
-from sv_jax.sparsity.config import check_layers
+from sv_jax.config import Range, UserError, check_layers
 
 T = TypeVar("T")
 Kind = Literal["text", "texts", "number", "real", "flag", "layers"]
@@ -60,6 +59,8 @@ REPLACES: Mapping[str, tuple[str, ...]] = {
     "prompt_file": ("prompt",),
     "keep": ("rho", "l0"),
     "rho": ("keep",),
+    "experts_per_token": ("max_skipped",),
+    "max_skipped": ("experts_per_token",),
 }
 
 

@@ -24,7 +24,13 @@ from sv_jax.option_table import (
 )
 from sv_jax.sampling_params import GREEDY, RANGES, SamplingParams
 from sv_jax.sparsity.config import PAPER_L0, PAPER_RHO
-from sv_jax.sparsity_options import SPARSE_ONLY, attention_option, refuse_what_dense_ignores
+from sv_jax.sparsity.ffn_config import CHANNEL_RULES, EXPERT_RANGES, KEEP, OUTSIDE, READINGS, THRESHOLD
+from sv_jax.sparsity_options import (
+    SPARSE_ONLY,
+    attention_option,
+    refuse_what_dense_ignores,
+    sparse_option,
+)
 from sv_jax.text_output import MARKS
 
 
@@ -101,7 +107,7 @@ class GenerateOptions:
     verify: str = declare(
         "dense",
         "text",
-        "sparse reads less of the KV cache, which may change the text (lossy)",
+        "sparse reads less of the KV cache, or of the weights, which may change the text (lossy)",
         choices=("dense", "sparse"),
     )
     sparsity: str | None = declare(
@@ -136,6 +142,41 @@ class GenerateOptions:
     )
     dense_layers: tuple[int, ...] | None = attention_option(
         "dense_layers", "I,J,..", "layers that read everything (default: none)"
+    )
+    ffn_rule: str | None = sparse_option(
+        None,
+        "channels of feed-forward networks that are left out: of each token those with a small |silu(gate)| "
+        "(the paper) or a small |silu(gate) * up|, or of all tokens of a step together the least ones",
+        choices=CHANNEL_RULES,
+    )
+    ffn_threshold: float | None = sparse_option(
+        "X", "with the rules gate and product: what is small, in every layer", range=THRESHOLD
+    )
+    ffn_keep: float | None = sparse_option(
+        "X", "with the rule shared: share of the channels that is read", range=KEEP
+    )
+    experts_per_token: int | None = sparse_option(
+        "N", "experts that a token goes to, fewer than the model's", range=EXPERT_RANGES["experts_per_token"]
+    )
+    skip_experts: int | None = sparse_option(
+        "N",
+        "most experts of little weight that a token skips, by the betas of the --sparsity file",
+        range=EXPERT_RANGES["max_skipped"],
+    )
+    skip_reading: str | None = sparse_option(
+        None,
+        "how many of the betas have to say so: all up to the number skipped, or its own",
+        choices=READINGS,
+    )
+    expert_shortlist: int | None = sparse_option(
+        "N",
+        "experts of a layer that all tokens of a step share, those with most router weight",
+        range=EXPERT_RANGES["shortlist"],
+    )
+    shortlist_outside: str | None = sparse_option(
+        None,
+        "what becomes of a token's experts outside of the shortlist: dropped, or replaced from inside",
+        choices=OUTSIDE,
     )
     dtype: str | None = declare(
         None,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sv_jax.config import UserError
-from sv_jax.sparsity.config import AttentionSparsity, SparsityConfig, read_sparsity
+from sv_jax.sparsity.config import PARTS, SparsityConfig, read_sparsity
 
 
 def check_target(path: Path, *, force: bool) -> None:
@@ -34,7 +34,7 @@ def check_target(path: Path, *, force: bool) -> None:
 
 def write_sparsity(
     path: Path,
-    attention: AttentionSparsity,
+    sparsity: SparsityConfig,
     provenance: Mapping[str, Any],
     *,
     heading: Sequence[str] = (),
@@ -44,6 +44,7 @@ def write_sparsity(
     """Puts a sparsity file in place, whole or not at all, once it has been read back.
 
     Args:
+      sparsity: its own provenance is not used.
       provenance: text, numbers, truth values, and lists of them. None is left out.
       heading, remarks: lines of comments above and below.
       force: whether a file that is there is overwritten.
@@ -53,14 +54,15 @@ def write_sparsity(
     """
     check_target(path, force=force)
     known = {key: _plain(value) for key, value in provenance.items() if value is not None}
-    text = render(attention, known, heading=heading, remarks=remarks)
+    text = render(sparsity, known, heading=heading, remarks=remarks)
     new = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.new")
     try:
         with new.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        assert read_sparsity(new) == SparsityConfig(attention, tuple(known.items())), text
+        told = dataclasses.replace(sparsity, provenance=tuple(known.items()))
+        assert read_sparsity(new) == told, text
         new.replace(path)
     except OSError as error:
         raise UserError(f"--output {str(path)!r}: {error.strerror}") from error
@@ -76,19 +78,23 @@ def _plain(value: Any) -> Any:
 
 
 def render(
-    attention: AttentionSparsity,
+    sparsity: SparsityConfig,
     provenance: Mapping[str, Any],
     *,
     heading: Sequence[str] = (),
     remarks: Sequence[str] = (),
 ) -> str:
-    """The file's text. What attention leaves at None or empty is left out."""
-    figures = {
-        name.replace("_", "-"): value
-        for name, value in dataclasses.asdict(attention).items()
-        if value is not None and value != ()
-    }
-    lines = [*_comments(heading), "[attention]", *_entries(figures)]
+    """The file's text. What is None or empty is left out."""
+    lines = _comments(heading)
+    for part in PARTS:
+        if getattr(sparsity, part) is None:
+            continue
+        figures = {
+            name.replace("_", "-"): value
+            for name, value in dataclasses.asdict(getattr(sparsity, part)).items()
+            if value is not None and value != ()
+        }
+        lines += [*([""] if lines and not lines[-1].startswith("#") else []), f"[{part}]", *_entries(figures)]
     if provenance:
         lines += ["", "[provenance]", *_entries(provenance)]
     if remarks:

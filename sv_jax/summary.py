@@ -42,26 +42,40 @@ def summary_lines(stats: Mapping[str, Any], rows: int, sampling: SamplingParams 
     ]  # fmt: skip
     if sampling != GREEDY:
         lines.insert(0, ("sampling", sampling_settings(sampling)))
-    reads = stats["sparse_attention"]
-    if reads is not None:
-        lines.append(("cache reads", _cache_reads(reads)))
+    attention, ffn = stats["sparse_attention"], stats["sparse_ffn"]
+    if attention is not None:
+        lines.append(("cache reads", _cache_reads(attention)))
+    if ffn is not None:
+        lines += _ffn_reads(ffn)
     text = [f"{name:<11} {value}" for name, value in lines]
-    return [*text, *histogram_lines(stats["acceptance_histogram"]), law_line(sampling, reads)]
+    return [*text, *histogram_lines(stats["acceptance_histogram"]), law_line(sampling, attention, ffn)]
 
 
-def law_line(sampling: SamplingParams, reads: Mapping[str, Any] | None) -> str:
-    """How the text relates to plain decoding's. reads: of SparseAttentionStats; None: dense verification."""
+def law_line(
+    sampling: SamplingParams, attention: Mapping[str, Any] | None, ffn: Mapping[str, Any] | None = None
+) -> str:
+    """How the text relates to plain decoding's.
+
+    attention, ffn: of SparseAttentionStats and SparseFFNStats; None: dense.
+    """
     law = GREEDY_LAW if sampling.greedy else SAMPLED_LAW
-    if reads is None:
+    if attention is None and ffn is None:
         return f"verification was dense (every cached position was read), so {law}"
-    sparse, total = reads["sparse_row_steps"], reads["row_steps"]
-    if not sparse:
+    lost = []
+    if attention is not None and (sparse := attention["sparse_row_steps"]):
+        share = _percent(sparse / attention["row_steps"])
+        lost.append(f"{sparse} of {attention['row_steps']} row-steps ({share}) left a part of the cache out")
+    if ffn is not None and (sparse := ffn["sparse_steps"]):
+        share = _percent(sparse / ffn["steps"])
+        lost.append(f"{sparse} of {ffn['steps']} steps ({share}) left a part of the feed-forward weights out")
+    if lost:
+        return (
+            f"verification was sparse, which is lossy: {', '.join(lost)}; the output may differ from plain "
+            "decoding"
+        )
+    if ffn is None:
         return f"verification was sparse, but no step had so much context that it left any out, so {law}"
-    share = _percent(sparse / total)
-    return (
-        f"verification was sparse, which is lossy: {sparse} of {total} row-steps ({share}) left a part "
-        "of the cache out; the output may differ from plain decoding"
-    )
+    return f"verification was sparse, but no step left anything out, so {law}"
 
 
 def provenance_lines(sparsity: SparsityConfig, sha256: str | None) -> list[str]:
@@ -155,6 +169,24 @@ def _cache_reads(reads: Mapping[str, Any]) -> str:
         f"{blocks:.1f} KV blocks ({size / 1e6:.1f} MB) per token; dense: {dense_blocks:.1f} "
         f"({dense_size / 1e6:.1f} MB)"
     )
+
+
+def _ffn_reads(reads: Mapping[str, Any]) -> list[tuple[str, str]]:
+    size, dense_size = reads["bytes_per_token"], reads["dense_bytes_per_token"]
+    if size is None:
+        return [("FFN reads", "none")]
+    lines = [("FFN reads", f"{size / 1e6:.1f} MB of weights per token; dense: {dense_size / 1e6:.1f} MB")]
+    if (experts := reads["experts_per_token"]) is not None:
+        text = f"{experts:.1f} of {reads['dense_experts_per_token']:.1f} per token, over layers"
+        lines.append(
+            ("experts", f"{text}; {_percent(reads['kept_expert_share'])} of the routers' choices kept")
+        )
+    if (density := reads["channel_density"]) is not None:
+        union = _percent(reads["channel_union"])
+        lines.append(
+            ("channels", f"{_percent(density)} used by a token, {union} by the tokens of a step together")
+        )
+    return lines
 
 
 def _drafts(stats: Mapping[str, Any]) -> str:

@@ -28,6 +28,7 @@ STATS = {
     "compile_seconds": 1.5,
     "load_seconds": float("nan"),
     "sparse_attention": None,
+    "sparse_ffn": None,
 }
 SPARSE = {  # in its place where the run was asked for sparsity
     "row_steps": 40,

@@ -32,7 +32,7 @@ def test_options_reach_the_engine(fake, capsys, file):
     attention = AttentionSparsity(keep=0.25, block_size=16, score="bound", anchors=(0, 2), dense_layers=(5,))
     assert code == 0
     assert model.checked == model.arguments
-    assert model.arguments["sparsity"] == SparsityConfig(attention, (("model", "m"),))
+    assert model.arguments["sparsity"] == SparsityConfig(attention, provenance=(("model", "m"),))
 
 
 def test_the_plan_is_told_before_the_weights(fake, capsys):

@@ -6,7 +6,13 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 GROUPS = [  # from bottom to top; the first prefix that fits a module is its group
     ("pallas_kernels",),
-    ("sv_jax.config", "sv_jax.sampling_params", "sv_jax.sharding", "sv_jax.sparsity.config"),
+    (
+        "sv_jax.config",
+        "sv_jax.sampling_params",
+        "sv_jax.sharding",
+        "sv_jax.sparsity.config",
+        "sv_jax.sparsity.ffn_config",
+    ),
     ("sv_jax.model",),
     ("sv_jax.sparsity",),
     ("sv_jax.speculation",),

@@ -58,10 +58,15 @@ def test_a_file_is_what_it_was_made_of(tmp_path):
         "": 2,
     }
     write_sparsity(
-        path, attention, provenance, heading=["first\nno = table", ""], remarks=["last"], force=False
+        path,
+        SparsityConfig(attention),
+        provenance,
+        heading=["first\nno = table", ""],
+        remarks=["last"],
+        force=False,
     )
     kept = {"model": 'a "b" \\ é', "texts": ["one", "two\n"], "odd key.": 1, "": 2}
-    assert read_sparsity(path) == SparsityConfig(attention, tuple(kept.items()))
+    assert read_sparsity(path) == SparsityConfig(attention, provenance=tuple(kept.items()))
     text = path.read_text(encoding="utf-8")
     assert text.startswith("# first?no = table\n#\n[attention]\nkeep = 0.125\nblock-size = 32\n")
     assert text.endswith("\n\n# last\n")
@@ -69,13 +74,13 @@ def test_a_file_is_what_it_was_made_of(tmp_path):
 
 
 def test_what_is_not_said_is_not_written():
-    assert render(AttentionSparsity(), {}) == (
+    assert render(SparsityConfig(), {}) == (
         '[attention]\nblock-size = 64\nsink-blocks = 1\nlocal-blocks = 2\nscore = "mass"\n'
     )
 
 
 def test_names_that_utf_8_does_not_have(tmp_path):
-    write_sparsity(tmp_path / "x.toml", AttentionSparsity(), {"model": "m\udcff"}, force=False)
+    write_sparsity(tmp_path / "x.toml", SparsityConfig(), {"model": "m\udcff"}, force=False)
     assert read_sparsity(tmp_path / "x.toml").provenance == (("model", "m?"),)
 
 
@@ -91,7 +96,7 @@ def test_nothing_is_overwritten_unless_it_is_wished(tmp_path):
 
 
 def write(path, *, force: bool) -> None:
-    write_sparsity(path, AttentionSparsity(keep=0.5), {}, force=force)
+    write_sparsity(path, SparsityConfig(AttentionSparsity(keep=0.5)), {}, force=force)
 
 
 def test_places_where_no_file_can_be(tmp_path):

@@ -120,10 +120,9 @@ def sequences(state: SpeculationState) -> list[list[int]]:
 
 def row_counts(state: SpeculationState, most_emitted: int) -> list[StepCounts]:
     """What each row's steps did, by the trace of its tokens. most_emitted: K + 1."""
-    trace, ends = state.trace, np.asarray(state.lengths) + 1
-    arrays = [np.asarray(getattr(trace, field.name)) for field in dataclasses.fields(RowTrace)]
-    starts = np.asarray(state.prompt_lengths)
-    rows = [RowTrace(*(x[i, start:end] for x in arrays)) for i, (start, end) in enumerate(zip(starts, ends))]
+    whole = RowTrace.read(state.trace)
+    starts, ends = np.asarray(state.prompt_lengths), np.asarray(state.lengths) + 1
+    rows = [whole[i, start:end] for i, (start, end) in enumerate(zip(starts, ends))]
     return [count_steps([row], most_emitted) for row in rows]
 
 

@@ -16,6 +16,7 @@ def add_sparsity_arguments(parser: argparse.ArgumentParser) -> None:
 
 def sparsity_from(arguments: argparse.Namespace) -> AttentionSparsity:
     """What the options say; budgets are up to the caller."""
-    base = AttentionSparsity() if arguments.sparsity is None else read_sparsity(arguments.sparsity).attention
+    in_file = None if arguments.sparsity is None else read_sparsity(arguments.sparsity).attention
+    base = in_file or AttentionSparsity()
     given = {name: getattr(arguments, name) for name in ("block_size", "score")}
     return dataclasses.replace(base, **{name: value for name, value in given.items() if value is not None})

@@ -13,6 +13,7 @@ import numpy as np
 
 from sv_jax.engine.buckets import bucket_for, chunk_sizes, largest_bucket, plan_chunks, round_up
 from sv_jax.engine.compile_clock import compile_seconds
+from sv_jax.engine.ffn_reads import FFNCounts, count_ffn_reads
 from sv_jax.engine.reader import OnText, Reader, Row, row_logprobs, row_traces
 from sv_jax.engine.results import BatchOutcome, RequestOutput
 from sv_jax.engine.row_text import RowText
@@ -208,6 +209,7 @@ def decode_batch(
         ],
         counts=count_steps(traces, length.most + 1),
         reads=_count_reads(target, sparsity, traces, request.prompts),
+        ffn_reads=_count_ffn_reads(target, sparsity, traces),
         first_token_seconds=first_token_seconds,
         decode_seconds=decode_seconds,
         row_decode_seconds=[max(0.0, row.seconds - first_token_seconds) for row in rows],
@@ -220,9 +222,17 @@ def _count_reads(
     traces: Sequence[RowTrace],
     prompts: Sequence[Sequence[int]],
 ) -> ReadCounts | None:
-    if sparsity is None:
+    if sparsity is None or sparsity.attention is None:
         return None
     return count_reads(traces, [len(p) for p in prompts], sparsity.attention, target.config, target.dtype)
+
+
+def _count_ffn_reads(
+    target: Transformer, sparsity: SparsityPlan | None, traces: Sequence[RowTrace]
+) -> FFNCounts | None:
+    if sparsity is None or not sparsity.sparse_ffn:
+        return None
+    return count_ffn_reads(traces, sparsity, target.config, target.dtype, target.sharding.model_size)
 
 
 def _decode(
@@ -244,11 +254,9 @@ def _decode(
         state = ensure_capacity(target, state, reader.longest + width, largest)
         steps_before, before, compiled_before = int(state.steps), watch.seconds(), compile_seconds()
         numbers = (jax.device_put(np.int32(n), whole) for n in (plan.max_steps, plan.max_drafted))
-        # A bucket that the budget covers whole has nothing to leave out: there the dense program runs.
-        whole_bucket = sparsity is None or state.cache.capacity <= sparsity.attention.most_l0
-        state = decode_slice(
-            target, params, plan.drafter, state, *numbers, sparsity=None if whole_bucket else sparsity
-        )
+        # A bucket that attention's budget covers whole: there the program with dense attention runs.
+        left_out = None if sparsity is None else sparsity.within(state.cache.capacity)
+        state = decode_slice(target, params, plan.drafter, state, *numbers, sparsity=left_out)
         state = reader.read(target, state, watch.seconds())
         compiling = compile_seconds() - compiled_before
         traces = row_traces(state.trace, reader.rows) if length.wants_traces and not reader.done else []

@@ -27,7 +27,7 @@ from sv_jax.engine.speculation_length import AdaptiveLength, SpeculationLength
 from sv_jax.model.transformer import Params, Transformer, abstract_params
 from sv_jax.sampling_params import GREEDY, SamplingParams
 from sv_jax.sharding import Sharding, ensure_devices, make_sharding
-from sv_jax.sparsity.config import AttentionSparsity, SparsityConfig
+from sv_jax.sparsity.config import SparsityConfig
 from sv_jax.sparsity.plan import SparsityPlan, describe, make_plan
 
 DTYPES = ("float32", "bfloat16")
@@ -92,7 +92,7 @@ class LanguageModel:
         self._progress = progress
         self._params: Params | None = None
         # Keeps the costs that were measured, by what they depend on beside the bucket.
-        self._adaptive: dict[tuple[str, int, AttentionSparsity | None], AdaptiveLength] = {}
+        self._adaptive: dict[tuple[str, int, SparsityConfig | None], AdaptiveLength] = {}
 
     @property
     def provenance(self) -> str:
@@ -147,7 +147,8 @@ class LanguageModel:
 
     def describe_sparsity(self, sparsity: SparsityConfig) -> list[str]:
         """What verification will leave out, in lines. Raises UserError for what `generate` would refuse."""
-        return describe(make_plan(sparsity, self.checkpoint.config))
+        config = self.checkpoint.config
+        return describe(make_plan(sparsity, config), config)
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
         if not prompts:
@@ -288,8 +289,8 @@ class LanguageModel:
         length = settings.make_length()
         if not isinstance(length, AdaptiveLength):
             return length
-        attention = None if settings.sparsity is None else settings.sparsity.attention
-        known = self._adaptive.setdefault((settings.draft_method, batch_size, attention), length)
+        sparsity = settings.sparsity and dataclasses.replace(settings.sparsity, provenance=())
+        known = self._adaptive.setdefault((settings.draft_method, batch_size, sparsity), length)
         known.restart()
         return known
 

@@ -88,10 +88,9 @@ class Reader:
 
 def row_traces(trace: Trace, rows: Sequence[Row]) -> list[RowTrace]:
     """Host copies of the rows' traces, as long as what was kept of their tokens."""
-    arrays = jax.device_get([getattr(trace, field.name) for field in dataclasses.fields(RowTrace)])
+    whole = RowTrace.read(trace)
     return [
-        RowTrace(*(array[i, row.prompt_tokens : row.prompt_tokens + len(row.token_ids)] for array in arrays))
-        for i, row in enumerate(rows)
+        whole[i, row.prompt_tokens : row.prompt_tokens + len(row.token_ids)] for i, row in enumerate(rows)
     ]
 
 

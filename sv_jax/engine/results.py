@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from sv_jax.engine.ffn_reads import FFNCounts
 from sv_jax.engine.settings import Settings
 from sv_jax.engine.trace import ReadCounts, StepCounts
 
@@ -47,7 +48,8 @@ class BatchOutcome:
     first_token_seconds: float  # these three without compilation
     decode_seconds: float
     row_decode_seconds: list[float]  # first token to last, as seen between slices
-    reads: ReadCounts | None = None  # None: verification was dense
+    reads: ReadCounts | None = None  # None: attention was dense
+    ffn_reads: FFNCounts | None = None  # None: feed-forward networks and experts were dense
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,25 @@ class SparseAttentionStats:
     bytes_per_token: float | None  # K and V of the blocks read, and the summaries that chose them
     summary_bytes_per_token: float | None  # these summaries alone
     dense_bytes_per_token: float | None  # K and V of every committed position
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseFFNStats:
+    """What sparse verification read of the feed-forward weights, beside what dense verification would have.
+
+    A step's rows share what it reads, so that these are sums over steps. "Per token" is per token that a step
+    emitted, None where there was no step. Experts are counted once a step and layer.
+    """
+
+    steps: int
+    sparse_steps: int  # left channels or experts out: without any of these nothing was lost
+    experts_per_token: float | None  # None: the model has no experts
+    dense_experts_per_token: float | None
+    kept_expert_share: float | None  # of the pairs of a token and an expert that its router chose
+    channel_density: float | None  # of the channels of each token, those used; None: no layer leaves any out
+    channel_union: float | None  # of the channels, those that some token of the step uses
+    bytes_per_token: float | None  # weights of networks and experts
+    dense_bytes_per_token: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +107,8 @@ class GenerationStats:
     plain_steps: int  # those of them that no row had a draft for
     compile_seconds: float
     load_seconds: float
-    sparse_attention: SparseAttentionStats | None = None  # None: verification was dense
+    sparse_attention: SparseAttentionStats | None = None  # None: attention was dense
+    sparse_ffn: SparseFFNStats | None = None  # None: feed-forward networks and experts were dense
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -135,6 +157,7 @@ def summarise(
         compile_seconds=compile_seconds,
         load_seconds=load_seconds,
         sparse_attention=summarise_reads([o.reads for o in outcomes if o.reads is not None]),
+        sparse_ffn=summarise_ffn([o.ffn_reads for o in outcomes if o.ffn_reads is not None]),
     )
 
 
@@ -151,4 +174,23 @@ def summarise_reads(batches: Sequence[ReadCounts]) -> SparseAttentionStats | Non
         bytes_per_token=_ratio(total.kv_bytes + total.summary_bytes, total.tokens),
         summary_bytes_per_token=_ratio(total.summary_bytes, total.tokens),
         dense_bytes_per_token=_ratio(total.dense_bytes, total.tokens),
+    )
+
+
+def summarise_ffn(batches: Sequence[FFNCounts]) -> SparseFFNStats | None:
+    """The reads of all batches together; None for no batch, where nothing of this was sparse."""
+    if not batches:
+        return None
+    total = sum(batches[1:], batches[0])
+    experts, channels, tokens = total.experts, total.channels, total.tokens
+    return SparseFFNStats(
+        steps=total.steps,
+        sparse_steps=total.sparse_steps,
+        experts_per_token=None if experts is None else _ratio(float(experts.read), tokens),
+        dense_experts_per_token=None if experts is None else _ratio(float(experts.wanted), tokens),
+        kept_expert_share=None if experts is None else _ratio(float(experts.kept), float(experts.pairs)),
+        channel_density=None if channels is None else _ratio(float(channels.used), float(channels.most_used)),
+        channel_union=None if channels is None else _ratio(float(channels.wanted), float(channels.held)),
+        bytes_per_token=_ratio(total.weight_bytes, tokens),
+        dense_bytes_per_token=_ratio(total.dense_weight_bytes, tokens),
     )

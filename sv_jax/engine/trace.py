@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sv_jax.config import ModelConfig
+from sv_jax.model.ffn import ChannelReads
+from sv_jax.model.moe import ExpertReads
 from sv_jax.sparsity.plan import AttentionPlan
 from sv_jax.sparsity.reads import kv_bytes, summary_bytes
+from sv_jax.speculation.types import Trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,9 +27,22 @@ class RowTrace:
     proposed: np.ndarray
     foreseen: np.ndarray
     kv_blocks: np.ndarray
+    experts: ExpertReads | None = None
+    channels: ChannelReads | None = None
+
+    @classmethod
+    def read(cls, trace: Trace) -> RowTrace:
+        """Host copies of a whole batch's trace, [B, N] each."""
+        return cls(*jax.device_get([getattr(trace, field.name) for field in dataclasses.fields(cls)]))
+
+    def __getitem__(self, index: Any) -> RowTrace:
+        """The same part of every array."""
+        parts = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        return RowTrace(*jax.tree.map(lambda x: x[index], parts))
 
     def cut(self, count: int) -> RowTrace:
-        return RowTrace(*(getattr(self, field.name)[:count] for field in dataclasses.fields(self)))
+        """The first `count` tokens."""
+        return self[:count]
 
 
 @dataclasses.dataclass(frozen=True)

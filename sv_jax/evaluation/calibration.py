@@ -25,9 +25,10 @@ from sv_jax.evaluation.texts import Case
 from sv_jax.evaluation.true_steps import TrueStep, chain, split_case, true_steps
 from sv_jax.model.attention import Selection
 from sv_jax.model.cache import KVCache, LayerKV
+from sv_jax.model.choices import Choices
 from sv_jax.model.transformer import Params, Transformer
-from sv_jax.sparsity.config import AttentionSparsity, SparsityConfig
-from sv_jax.sparsity.plan import AttentionPlan, make_plan, resolve_anchors
+from sv_jax.sparsity.config import AttentionSparsity
+from sv_jax.sparsity.plan import AttentionPlan, plan_attention, resolve_anchors
 from sv_jax.sparsity.selection import make_chooser, summary_scorer
 from sv_jax.sparsity.summaries import STATISTICS, BlockSummaries
 from sv_jax.speculation.verify import verify
@@ -86,7 +87,7 @@ def shared_pass(
             whole = whole | selection.whole
         return dataclasses.replace(selection, block_indices=indices, num_blocks=counts, whole=whole)
 
-    verified = verify(target, params, cache, lengths, chain(tokens), choose)
+    verified = verify(target, params, cache, lengths, chain(tokens), Choices(choose))
     dense_law, law = (jax.nn.log_softmax(x) for x in (dense_logits, verified.logits))
     return SharedPass(
         kl=jnp.sum(jnp.exp(dense_law) * (dense_law - law), axis=-1),
@@ -118,7 +119,7 @@ def jaccard(block_indices: np.ndarray, num_blocks: np.ndarray, pairs: Sequence[P
 
 def selecting_plan(attention: AttentionSparsity, model: ModelConfig) -> AttentionPlan:
     """The plan in which every layer selects, whatever `attention.anchors` says."""
-    return make_plan(SparsityConfig(dataclasses.replace(attention, anchors=None)), model).attention
+    return plan_attention(dataclasses.replace(attention, anchors=None), model)
 
 
 def sources_of(anchors: Sequence[int], attention: AttentionSparsity, model: ModelConfig) -> np.ndarray:

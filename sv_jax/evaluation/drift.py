@@ -22,9 +22,10 @@ from sv_jax.evaluation.selectors import SELECTORS, make_scorer
 from sv_jax.evaluation.texts import Case
 from sv_jax.evaluation.true_steps import DensePass, chain, true_steps
 from sv_jax.model.cache import KVCache
+from sv_jax.model.choices import Choices
 from sv_jax.model.transformer import Params, Transformer
-from sv_jax.sparsity.config import SCORES, AttentionSparsity, SparsityConfig
-from sv_jax.sparsity.plan import AttentionPlan, make_plan
+from sv_jax.sparsity.config import SCORES, AttentionSparsity
+from sv_jax.sparsity.plan import AttentionPlan, plan_attention
 from sv_jax.sparsity.reads import kv_bytes, summary_bytes
 from sv_jax.sparsity.selection import make_chooser
 from sv_jax.sparsity.summaries import STATISTICS, BlockSummaries
@@ -92,15 +93,15 @@ def sparse_pass(
     masses = dense.masses[plan.block_size]
     score = make_scorer(selector, plan, summaries, masses, key, lengths, nodes)
     choose = make_chooser(plan, score, lengths, lengths > 0, sharding=target.sharding)
-    verified = verify(target, params, cache, lengths, chain(tokens), choose)
+    verified = verify(target, params, cache, lengths, chain(tokens), Choices(choose))
     dense_law, law = (jax.nn.log_softmax(x) for x in (dense.logits, verified.logits))
     best = jnp.argmax(law, axis=-1)
-    assert verified.reads is not None
+    assert verified.reads.kv_blocks is not None
     return Compared(
         agreeing=best == jnp.argmax(dense_law, axis=-1),
         kl=jnp.sum(jnp.exp(dense_law) * (dense_law - law), axis=-1),
         right=best == following,
-        kv_blocks=verified.reads,
+        kv_blocks=verified.reads.kv_blocks,
     )
 
 
@@ -108,7 +109,7 @@ def plan_of(setting: DriftSetting, model: LanguageModel) -> AttentionPlan:
     """The plan of a setting. Raises UserError for layers that the model does not have."""
     score = setting.selector if setting.selector in SCORES else setting.attention.score
     attention = dataclasses.replace(setting.attention, score=score)
-    return make_plan(SparsityConfig(attention), model.target.config).attention
+    return plan_attention(attention, model.target.config)
 
 
 class _Tally:

@@ -17,6 +17,7 @@ from sv_jax.engine.language_model import LanguageModel
 from sv_jax.evaluation.selectors import block_masses
 from sv_jax.evaluation.texts import Case
 from sv_jax.model.cache import KVCache, LayerKV
+from sv_jax.model.choices import Choices
 from sv_jax.model.transformer import Params, Transformer
 from sv_jax.sparsity.summaries import BlockSummaries, start_summaries, update_summaries
 from sv_jax.speculation.request import make_request
@@ -79,7 +80,7 @@ def dense_pass(
             block_masses(q, cached, lengths, nodes, block_size=finest, layout=cache.layout, window=window)
         )
 
-    verified = verify(target, params, cache, lengths, chain(tokens), watch)
+    verified = verify(target, params, cache, lengths, chain(tokens), Choices(watch))
     by_size = {
         size: tuple(jnp.sum(m.reshape(*m.shape[:2], -1, size // finest), axis=-1) for m in masses)
         for size in block_sizes

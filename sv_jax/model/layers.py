@@ -34,6 +34,21 @@ def parameter(
     return cast(jax.Array, value)
 
 
+def take_channels(x: jax.Array, chosen: jax.Array, axis: int) -> jax.Array:
+    """x with the channels `chosen` int32[shards, n] of its axis; shards stay where they are.
+
+    Each shard's channels are taken out of its own part of the axis, so that none has to travel.
+    """
+    shards, count = chosen.shape
+    shape = x.shape
+    split = x.reshape(*shape[:axis], shards, shape[axis] // shards, *shape[axis + 1 :])
+    if shards == 1:
+        return jnp.take(split.reshape(shape), chosen[0], axis=axis)
+    index = chosen.reshape(*[1] * axis, shards, count, *[1] * (len(shape) - axis - 1))
+    taken = jnp.take_along_axis(split, index, axis=axis + 1)
+    return taken.reshape(*shape[:axis], shards * count, *shape[axis + 1 :])
+
+
 class Linear(nn.Module):
     """y = x W + b with W [in, out]: checkpoints store the transpose; accumulates in float32.
 
@@ -46,15 +61,30 @@ class Linear(nn.Module):
     use_bias: bool = False
     dtype: str = "float32"
     output_dtype: str | None = None  # None: dtype
+    in_features: int | None = None  # None: as many as x has
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, *, inputs: jax.Array | None = None, outputs: jax.Array | None = None
+    ) -> jax.Array:
+        """x [.., in] -> [.., out].
+
+        Args:
+          inputs: the channels that x has, as `take_channels` takes them; None: all.
+          outputs: the channels that are wanted; None: all.
+        """
         init = nn.initializers.lecun_normal()
-        shape = (x.shape[-1], self.features)
-        y = multiply(x, parameter(self, "kernel", init, self.axes, shape, self.dtype))
+        shape = (self.in_features or x.shape[-1], self.features)
+        kernel = parameter(self, "kernel", init, self.axes, shape, self.dtype)
+        if inputs is not None:
+            kernel = take_channels(kernel, inputs, axis=0)
+        if outputs is not None:
+            kernel = take_channels(kernel, outputs, axis=1)
+        y = multiply(x, kernel)
         if self.use_bias:
             zeros = nn.initializers.zeros
-            y = y + parameter(self, "bias", zeros, self.axes[1:], (self.features,), self.dtype)
+            bias = parameter(self, "bias", zeros, self.axes[1:], (self.features,), self.dtype)
+            y = y + (bias if outputs is None else take_channels(bias, outputs, axis=0))
         return y.astype(self.output_dtype or self.dtype)
 
 

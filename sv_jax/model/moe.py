@@ -2,30 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from sv_jax.config import ModelConfig, MoEConfig
 from sv_jax.model.experts import ExpertWeights, Routing, run_experts
-from sv_jax.model.ffn import FeedForward
+from sv_jax.model.ffn import ChannelReads, FeedForward, LayerChannels
 from sv_jax.model.layers import Linear, parameter
 from sv_jax.sharding import MODEL, Sharding
 
 
-def route(logits: jax.Array, moe: MoEConfig, live: jax.Array | None) -> Routing:
+class ExpertReads(NamedTuple):
+    """Experts of a step, int32[] each."""
+
+    read: jax.Array  # experts that some token goes to
+    wanted: jax.Array  # that some token would go to with nothing left out
+    kept: jax.Array  # of the pairs below those that are still there
+    pairs: jax.Array  # of a token and an expert that it would go to with nothing left out
+
+
+class FFNReads(NamedTuple):
+    """What a step used of a layer's feed-forward part; None: nothing was left out of that."""
+
+    experts: ExpertReads | None
+    channels: ChannelReads | None
+
+
+def route(probabilities: jax.Array, moe: MoEConfig, live: jax.Array | None) -> Routing:
     """The k experts with the largest probabilities.
 
     Args:
-      logits: float32[B, T, E].
+      probabilities: float32[B, T, E].
       live: bool[B, T], tokens that count; the others go nowhere. None: all do.
     """
-    weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), moe.num_experts_per_tok)
+    weights, experts = jax.lax.top_k(probabilities, moe.num_experts_per_tok)
     if moe.norm_topk_prob:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     if live is not None:
         experts = jnp.where(live[..., None], experts, moe.num_experts)
     return Routing(experts.astype(jnp.int32), weights)
+
+
+def count_experts(routing: Routing, wanted: Routing, num_experts: int) -> ExpertReads:
+    """What a step reads with `routing`, beside what it would with `wanted`, the router's own."""
+
+    def different(experts: jax.Array) -> jax.Array:
+        goes = experts[..., None] == jnp.arange(num_experts, dtype=jnp.int32)
+        return jnp.sum(jnp.any(goes, axis=(0, 1, 2)), dtype=jnp.int32)
+
+    there = wanted.experts < num_experts
+    kept = jnp.any(wanted.experts[..., :, None] == routing.experts[..., None, :], axis=-1) & there
+    counts = (jnp.sum(x, dtype=jnp.int32) for x in (kept, there))
+    return ExpertReads(different(routing.experts), different(wanted.experts), *counts)
 
 
 class MoE(nn.Module):
@@ -36,20 +68,40 @@ class MoE(nn.Module):
     sharding: Sharding
 
     @nn.compact
-    def __call__(self, x: jax.Array, live: jax.Array | None) -> jax.Array:
-        """live: bool[B, T], tokens that count; of the others the output means nothing."""
+    def __call__(
+        self,
+        x: jax.Array,
+        live: jax.Array | None = None,
+        choose: Callable[[jax.Array, Routing], Routing] | None = None,
+        channels: LayerChannels | None = None,
+        counted: bool = False,
+    ) -> tuple[jax.Array, FFNReads]:
+        """The output, and what was used where some is left out.
+
+        Args:
+          live: bool[B, T], tokens that count; of the others the output means nothing. None: all do.
+          choose: (probabilities, routing) -> routing, see `choices.ExpertChooser`; None: the router's.
+          channels: of the shared expert and of the routed ones; None: all.
+          counted: whether the experts that are read are counted.
+        """
         moe = self.config.moe
         assert moe is not None
-        wide = x.astype(jnp.float32)
         router = Linear(moe.num_experts, ("embed", "all_experts"), dtype="float32", name="router")
-        routing = route(router(wide), moe, live)
-        weights = Experts(moe, x.shape[-1], self.dtype, name="experts")()
-        y = self._run(x, routing, weights)
+        probabilities = jax.nn.softmax(router(x.astype(jnp.float32)), axis=-1)
+        self.sow("intermediates", "probabilities", probabilities)
+        routing = wanted = route(probabilities, moe, live)
+        if choose is not None:
+            routing = choose(probabilities, wanted)
+        y = self._run(x, routing, Experts(moe, x.shape[-1], self.dtype, name="experts")())
+        channel_reads = None
         if moe.shared_expert_size:
-            shared = FeedForward(self.config, self.dtype, moe.shared_expert_size, name="shared")(x)
+            size = moe.shared_expert_size
+            network = FeedForward(self.config, self.dtype, self.sharding, size, name="shared")
+            shared, channel_reads = network(x, live, channels)
             gate = Linear(1, ("embed", "one"), dtype=self.dtype, output_dtype="float32", name="shared_gate")
             y = y + jax.nn.sigmoid(gate(x)) * shared.astype(jnp.float32)
-        return y.astype(self.dtype)
+        expert_reads = count_experts(routing, wanted, moe.num_experts) if counted else None
+        return y.astype(self.dtype), FFNReads(expert_reads, channel_reads)
 
     def _run(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
         if self.is_initializing():  # shapes alone; the batch may not divide by the mesh

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.platform import cache_layout
 from sv_jax.config import ModelConfig
-from sv_jax.model.attention import Attention, BlockChooser, Selection
+from sv_jax.model.attention import Attention, Selection
 from sv_jax.model.cache import KVCache, LayerKV, cache_shape
+from sv_jax.model.choices import DENSE, Choices
 from sv_jax.model.ffn import FeedForward
 from sv_jax.model.layers import Embedding, Linear, RMSNorm, rope_angles
-from sv_jax.model.moe import MoE
+from sv_jax.model.moe import FFNReads, MoE
 from sv_jax.sharding import Sharding
 
 Params = dict[str, Any]
@@ -27,6 +28,7 @@ class Pass(NamedTuple):
     hidden: jax.Array  # [B, T, d] after the final norm
     new_kv: tuple[LayerKV, ...]  # per layer (keys, values) of the T tokens, [B, T, K, D]
     chosen: tuple[Selection | None, ...]  # per layer, the blocks of the cache that were read; None: all
+    ffn: tuple[FFNReads, ...]  # per layer
 
 
 class Block(nn.Module):
@@ -46,20 +48,29 @@ class Block(nn.Module):
         self.ffn: FeedForward | MoE = (
             MoE(config, self.dtype, self.sharding)
             if config.has_experts(self.layer)
-            else FeedForward(config, self.dtype)
+            else FeedForward(config, self.dtype, self.sharding)
         )
 
     def __call__(
-        self, x: jax.Array, live: jax.Array | None, *attention_arguments: Any
-    ) -> tuple[jax.Array, LayerKV, Selection | None]:
+        self, x: jax.Array, live: jax.Array | None, choices: Choices, *attention_arguments: Any
+    ) -> tuple[jax.Array, LayerKV, Selection | None, FFNReads]:
         with jax.named_scope("attention"):
             attended, new_kv, selection = self.attention(self.attention_norm(x), *attention_arguments)
             x = self.sharding.constrain(x + attended, "batch", None, None)
         with jax.named_scope("ffn"):
-            normed = self.ffn_norm(x)
-            out = self.ffn(normed, live) if isinstance(self.ffn, MoE) else self.ffn(normed)
+            out, reads = self._feed_forward(self.ffn_norm(x), live, choices)
             x = self.sharding.constrain(x + out, "batch", None, None)
-        return x, new_kv, selection
+        return x, new_kv, selection, reads
+
+    def _feed_forward(
+        self, x: jax.Array, live: jax.Array | None, choices: Choices
+    ) -> tuple[jax.Array, FFNReads]:
+        channels = None if choices.channels is None else choices.channels(self.layer)
+        if isinstance(self.ffn, MoE):
+            choose = None if choices.experts is None else partial(choices.experts, self.layer)
+            return self.ffn(x, live, choose, channels, choices.counts_experts)
+        out, reads = self.ffn(x, live, channels)
+        return out, FFNReads(None, reads)
 
 
 class Transformer(nn.Module):
@@ -90,7 +101,7 @@ class Transformer(nn.Module):
         cache: KVCache,
         lengths: jax.Array,
         mask: jax.Array,
-        choose: BlockChooser | None = None,
+        choices: Choices = DENSE,
         live: jax.Array | None = None,
     ) -> Pass:
         """Runs T new tokens per row behind a committed prefix.
@@ -98,7 +109,7 @@ class Transformer(nn.Module):
         Args:
           tokens: int32[B, T]. positions: int32[B, T], absolute. cache, lengths: the committed prefix.
           mask: bool[B, T, T], True where new token t sees new token u (itself included).
-          choose: which blocks of the cache each layer reads; None: every layer reads everything.
+          choices: what each layer leaves out.
           live: bool[B, T], tokens whose output counts: no expert is read for the others. None: all do.
 
         The cache is read only; committing is the caller's.
@@ -107,19 +118,21 @@ class Transformer(nn.Module):
         rope = rope_angles(self.config, positions)
         new_kv: list[LayerKV] = []
         chosen: list[Selection | None] = []
+        ffn: list[FFNReads] = []
 
         def choose_for(layer: int, cached: LayerKV, q: jax.Array) -> Selection | None:
-            return None if choose is None else choose(layer, q, cached, tuple(chosen))
+            return None if choices.blocks is None else choices.blocks(layer, q, cached, tuple(chosen))
 
         for i, block in enumerate(self.layers):
             cached = (cache.keys[i], cache.values[i])
             choose_here = partial(choose_for, i, cached)
-            x, layer_kv, selection = block(
-                x, live, rope, positions, cached, lengths, mask, cache.layout, choose_here
+            x, layer_kv, selection, reads = block(
+                x, live, choices, rope, positions, cached, lengths, mask, cache.layout, choose_here
             )
             new_kv.append(layer_kv)
             chosen.append(selection)
-        return Pass(self.final_norm(x), tuple(new_kv), tuple(chosen))
+            ffn.append(reads)
+        return Pass(self.final_norm(x), tuple(new_kv), tuple(chosen), tuple(ffn))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32[..., V] of hidden [..., d]."""
@@ -141,11 +154,11 @@ def forward(
     cache: KVCache,
     lengths: jax.Array,
     mask: jax.Array,
-    choose: BlockChooser | None = None,
+    choices: Choices = DENSE,
     live: jax.Array | None = None,
 ) -> Pass:
     """`Transformer.__call__` as a pure function of parameters."""
-    return cast(Any, target.apply({"params": params}, tokens, positions, cache, lengths, mask, choose, live))
+    return cast(Any, target.apply({"params": params}, tokens, positions, cache, lengths, mask, choices, live))
 
 
 def compute_logits(target: Transformer, params: Params, hidden: jax.Array) -> jax.Array:

@@ -5,6 +5,10 @@ keep = 0.25
 block-size = 32
 anchors = [0, 4, 8]
 
+[ffn]                  # see ffn_config.py, as for [experts]
+rule = "shared"
+keep = 0.5
+
 [provenance]           # written by `python -m sv_jax.calibrate`, shown at start, else not used
 model = "..."
 """
@@ -17,7 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sv_jax.config import Range, UserError
+from sv_jax.config import Range, UserError, check_layers
+from sv_jax.sparsity.ffn_config import ChannelSparsity, ExpertSparsity
 
 BLOCK_SIZES = (16, 32, 64, 128)
 SCORES = ("mean", "bound", "mass")
@@ -89,23 +94,31 @@ class AttentionSparsity:
 
 @dataclasses.dataclass(frozen=True)
 class SparsityConfig:
-    """Everything that may be sparse in verification."""
+    """Everything that may be sparse in verification; None: that part is dense. At least one part is not.
 
-    attention: AttentionSparsity = dataclasses.field(default_factory=AttentionSparsity)
+    Raises:
+      UserError: all three are None.
+    """
+
+    attention: AttentionSparsity | None = dataclasses.field(default_factory=AttentionSparsity)
+    ffn: ChannelSparsity | None = None
+    experts: ExpertSparsity | None = None
     provenance: tuple[tuple[str, Any], ...] = ()  # where a file's figures come from
 
+    def __post_init__(self) -> None:
+        if all(getattr(self, name) is None for name in PARTS):
+            raise UserError(f"nothing is sparse; allowed: one or more of {', '.join(PARTS)}")
 
-def check_layers(label: str, layers: Any) -> tuple[int, ...]:
-    """Layer numbers, ascending and without repetition. Raises UserError."""
-    allowed = "a list of different layer numbers, 0 or more"
-    if not isinstance(layers, list | tuple):
-        raise UserError(f"{label} {layers!r} is not allowed; allowed: {allowed}")
-    for layer in layers:
-        if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0:
-            raise UserError(f"{label} has {layer!r}; allowed: {allowed}")
-    if len(set(layers)) != len(layers):
-        raise UserError(f"{label} {list(layers)} names a layer twice; allowed: {allowed}")
-    return tuple(sorted(layers))
+
+PARTS: dict[str, type] = {"attention": AttentionSparsity, "ffn": ChannelSparsity, "experts": ExpertSparsity}
+
+
+def make_sparsity(parts: Mapping[str, Any], provenance: tuple[tuple[str, Any], ...] = ()) -> SparsityConfig:
+    """The parts that are named (`PARTS`), or the paper's attention where none is."""
+    named = {name: part for name, part in parts.items() if part is not None}
+    if not named:
+        return SparsityConfig(provenance=provenance)
+    return SparsityConfig(**{"attention": None, **named}, provenance=provenance)
 
 
 def read_sparsity(path: str | Path) -> SparsityConfig:
@@ -117,27 +130,27 @@ def read_sparsity(path: str | Path) -> SparsityConfig:
         raise UserError(f"{label}: {error.strerror}; allowed: a TOML file") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{label} is not valid TOML: {error}") from error
-    tables = ("attention", "provenance")
+    tables = (*PARTS, "provenance")
     for name, table in document.items():
         if name not in tables:
             raise UserError(f"{label}: unknown key {name!r}; allowed: {', '.join(tables)}")
         if not isinstance(table, Mapping):
             raise UserError(f"{label}: {name} = {table!r}; allowed: a table [{name}]")
     try:
-        attention = _attention_from(document.get("attention", {}))
+        parts = {name: _part_from(document[name], name) for name in PARTS if name in document}
     except UserError as error:
         raise UserError(f"{label}: {error}") from error
-    return SparsityConfig(attention, tuple(document.get("provenance", {}).items()))
+    return make_sparsity(parts, tuple(document.get("provenance", {}).items()))
 
 
-def _attention_from(table: Mapping[str, Any]) -> AttentionSparsity:
-    fields = {field.name for field in dataclasses.fields(AttentionSparsity)}
+def _part_from(table: Mapping[str, Any], part: str) -> Any:
+    fields = {field.name for field in dataclasses.fields(PARTS[part])}
     values = {}
     for key, value in table.items():
         name = key.replace("-", "_")
         if name not in fields:
-            raise UserError(f"unknown key {key!r} in [attention]; allowed: {', '.join(sorted(fields))}")
+            raise UserError(f"unknown key {key!r} in [{part}]; allowed: {', '.join(sorted(fields))}")
         if name in values:
             raise UserError(f"{key!r} is there twice, with dashes and with underscores")
         values[name] = value
-    return AttentionSparsity(**values)
+    return PARTS[part](**values)

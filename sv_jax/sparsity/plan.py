@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from sv_jax.config import ModelConfig, UserError
+from sv_jax.sparsity.channels import ChannelPlan, describe_channels, plan_channels
 from sv_jax.sparsity.config import AttentionSparsity, SparsityConfig
+from sv_jax.sparsity.experts import ExpertPlan, describe_experts, plan_experts
 
 
 @jax.tree_util.register_dataclass
@@ -60,9 +62,23 @@ class AttentionPlan:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SparsityPlan:
-    """What verification leaves out. Passed to the jitted functions; None there means dense."""
+    """What verification leaves out; None: nothing of that part. Passed to the jitted functions; None there
+    means dense."""
 
-    attention: AttentionPlan
+    attention: AttentionPlan | None
+    channels: ChannelPlan | None = None
+    experts: ExpertPlan | None = None
+
+    @property
+    def sparse_ffn(self) -> bool:
+        """Whether feed-forward networks or experts leave something out."""
+        return self.channels is not None or self.experts is not None
+
+    def within(self, capacity: int) -> SparsityPlan | None:
+        """What is left of it in a cache of `capacity` positions: the budget may cover all of these."""
+        if self.attention is None or capacity > self.attention.most_l0:
+            return self
+        return dataclasses.replace(self, attention=None) if self.sparse_ffn else None
 
 
 def resolve_anchors(attention: AttentionSparsity, model: ModelConfig) -> tuple[int | None, ...]:
@@ -96,29 +112,45 @@ def resolve_anchors(attention: AttentionSparsity, model: ModelConfig) -> tuple[i
     return tuple(resolved)
 
 
-def make_plan(sparsity: SparsityConfig, model: ModelConfig) -> SparsityPlan:
-    """The plan for a model. Raises UserError for layers that do not fit it."""
-    attention = sparsity.attention
+def plan_attention(attention: AttentionSparsity, model: ModelConfig) -> AttentionPlan:
+    """Raises UserError for layers that do not fit the model."""
     l0, rho = attention.budget
-    return SparsityPlan(
-        AttentionPlan(
-            l0=jnp.int32(l0),
-            rho=jnp.float32(rho),
-            most_l0=l0,
-            most_rho=rho,
-            block_size=attention.block_size,
-            sink_blocks=attention.sink_blocks,
-            local_blocks=attention.local_blocks,
-            score=attention.score,
-            anchor_of=resolve_anchors(attention, model),
-            windows=tuple(model.sliding_window(layer) for layer in range(model.num_layers)),
-        )
+    return AttentionPlan(
+        l0=jnp.int32(l0),
+        rho=jnp.float32(rho),
+        most_l0=l0,
+        most_rho=rho,
+        block_size=attention.block_size,
+        sink_blocks=attention.sink_blocks,
+        local_blocks=attention.local_blocks,
+        score=attention.score,
+        anchor_of=resolve_anchors(attention, model),
+        windows=tuple(model.sliding_window(layer) for layer in range(model.num_layers)),
     )
 
 
-def describe(plan: SparsityPlan) -> list[str]:
+def make_plan(sparsity: SparsityConfig, model: ModelConfig) -> SparsityPlan:
+    """The plan for a model. Raises UserError for what does not fit it."""
+    attention, ffn, experts = sparsity.attention, sparsity.ffn, sparsity.experts
+    return SparsityPlan(
+        attention=None if attention is None else plan_attention(attention, model),
+        channels=None if ffn is None else plan_channels(ffn, model),
+        experts=None if experts is None else plan_experts(experts, model),
+    )
+
+
+def describe(plan: SparsityPlan, model: ModelConfig) -> list[str]:
     """The plan in words, a line each."""
-    attention = plan.attention
+    lines = [] if plan.attention is None else describe_attention(plan.attention)
+    if plan.channels is not None:
+        lines += describe_channels(plan.channels)
+    if plan.experts is not None:
+        lines += describe_experts(plan.experts, model)
+    return lines
+
+
+def describe_attention(attention: AttentionPlan) -> list[str]:
+    """The plan in words, a line each."""
     l0, rho = attention.most_l0, attention.most_rho
     if l0:
         budget = (

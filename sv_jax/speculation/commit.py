@@ -23,7 +23,14 @@ import jax.numpy as jnp
 
 from sv_jax.model.cache import KVCache, LayerKV
 from sv_jax.sparsity.summaries import BlockSummaries, update_summaries
-from sv_jax.speculation.types import Acceptance, Draft, Logprobs, SpeculationState, Trace
+from sv_jax.speculation.types import (
+    Acceptance,
+    Draft,
+    Logprobs,
+    SpeculationState,
+    StepReads,
+    Trace,
+)
 
 
 def cut_at_ends(
@@ -79,7 +86,7 @@ def _trace(
     draft: Draft,
     verified: Draft,
     acceptance: Acceptance,
-    reads: jax.Array | None,
+    reads: StepReads,
 ) -> Trace:
     """The trace of a step's tokens, [B, T]."""
     shape = acceptance.tokens.shape
@@ -88,12 +95,19 @@ def _trace(
     # In a step that verified nothing: whether some proposal below the root was the token that came.
     guess = (draft.parents == 0) & (draft.tokens == acceptance.tokens[:, :1])
     seen = jnp.any(guess, axis=1, keepdims=True) & (slots == 0) & (verified.num_drafted == 0)[:, None]
+    kv_blocks = jnp.zeros_like(state.lengths) if reads.kv_blocks is None else reads.kv_blocks
+
+    def everywhere(count: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(count, shape)
+
     return Trace(
         step=jnp.broadcast_to(state.steps + 1, shape),
         drafted=jnp.broadcast_to(verified.num_drafted[:, None], shape),
         proposed=jnp.broadcast_to(draft.num_drafted[:, None], shape),
         foreseen=is_draft | seen,
-        kv_blocks=jnp.broadcast_to(jnp.zeros_like(state.lengths) if reads is None else reads, shape[::-1]).T,
+        kv_blocks=jnp.broadcast_to(kv_blocks[:, None], shape),
+        experts=jax.tree.map(everywhere, reads.experts),
+        channels=jax.tree.map(everywhere, reads.channels),
     )
 
 
@@ -117,7 +131,7 @@ def commit(
     verified: Draft,
     new_kv: tuple[LayerKV, ...],
     acceptance: Acceptance,
-    reads: jax.Array | None = None,
+    reads: StepReads | None = None,
     logprobs: Logprobs | None = None,
 ) -> SpeculationState:
     """lengths += what was emitted; a finished row emits 0, an EOS token or the limit truncates.
@@ -126,7 +140,7 @@ def commit(
 
     Args:
       draft: as proposed. verified: what was left of it to verify.
-      reads: int32[B], KV blocks that verification read; None: it was dense.
+      reads: what verification read; None: it was dense.
       logprobs: of the emitted tokens, [B, T, ..]; None where the state keeps none.
     """
     with jax.named_scope("commit"):
@@ -142,7 +156,11 @@ def commit(
             cache=cache,
             summaries=refresh_summaries(state, cache, lengths, acceptance.tokens.shape[1]),
             tokens=append_tokens(state.tokens, acceptance.tokens, state.lengths + 1),
-            trace=record(state.trace, _trace(state, draft, verified, acceptance, reads), state.lengths + 1),
+            trace=record(
+                state.trace,
+                _trace(state, draft, verified, acceptance, reads or StepReads()),
+                state.lengths + 1,
+            ),
             logprobs=record(state.logprobs, logprobs, state.lengths + 1),
             lengths=lengths,
             finished=state.finished | ended,

@@ -10,16 +10,17 @@ import jax.numpy as jnp
 
 from pallas_kernels.platform import plain_step_tokens
 from sv_jax.model.cache import LayerKV
+from sv_jax.model.choices import DENSE
 from sv_jax.model.transformer import Params, Transformer
 from sv_jax.sparsity.plan import SparsityPlan
-from sv_jax.sparsity.selection import make_chooser, summary_scorer
+from sv_jax.sparsity.step import make_choices
 from sv_jax.speculation.accept import accept
 from sv_jax.speculation.commit import commit
 from sv_jax.speculation.logprobs import emitted_logprobs
 from sv_jax.speculation.penalties import process_logits
 from sv_jax.speculation.state import constrain_state
 from sv_jax.speculation.tree import ancestor_mask, existing_nodes, node_depths
-from sv_jax.speculation.types import Acceptance, Draft, Drafter, Logprobs, SpeculationState
+from sv_jax.speculation.types import Acceptance, Draft, Drafter, Logprobs, SpeculationState, StepReads
 from sv_jax.speculation.verify import verify
 
 
@@ -81,7 +82,7 @@ def step(
 
     def run(nodes: int) -> StepResults:
         results = verify_and_accept(target, params, state, _narrow(draft, nodes), sparsity)
-        return jax.tree.map(lambda x: x if x.ndim == 1 else _widen(x, width), results)
+        return jax.tree.map(lambda x: x if x.ndim < 2 else _widen(x, width), results)
 
     if num_nodes > 1 and width > plain_width:
         # The branches only read the cache; the write comes behind them, once.
@@ -92,7 +93,7 @@ def step(
     return commit(state, proposed, draft, new_kv, acceptance, reads, logprobs)
 
 
-StepResults = tuple[Acceptance, tuple[LayerKV, ...], jax.Array | None, Logprobs | None]
+StepResults = tuple[Acceptance, tuple[LayerKV, ...], StepReads, Logprobs | None]
 
 
 def verify_and_accept(
@@ -102,20 +103,14 @@ def verify_and_accept(
     draft: Draft,
     sparsity: SparsityPlan | None = None,
 ) -> StepResults:
-    """What a step emits, the K/V of its nodes, KV blocks read, and log-probabilities where the state keeps
+    """What a step emits, the K/V of its nodes, what it read, and log-probabilities where the state keeps
     them."""
-    choose = None
+    choices = DENSE
     if sparsity is not None:
-        if state.summaries is None:
-            raise ValueError("the state has no block summaries; start_state needs the same sparsity plan")
-        choose = make_chooser(
-            sparsity.attention,
-            summary_scorer(sparsity.attention, state.summaries, state.lengths, existing_nodes(draft.parents)),
-            state.lengths,
-            ~state.finished,
-            sharding=target.sharding,
-        )
-    verification = verify(target, params, state.cache, state.lengths, draft, choose, state.finished)
+        nodes = existing_nodes(draft.parents)
+        rows = state.lengths, nodes, ~state.finished
+        choices = make_choices(sparsity, state.summaries, *rows, sharding=target.sharding)
+    verification = verify(target, params, state.cache, state.lengths, draft, choices, state.finished)
     ancestors = ancestor_mask(draft.parents)
     following = state.lengths[:, None] + node_depths(ancestors) + 1
     logits = process_logits(verification.logits, state, draft.tokens, ancestors, following)

@@ -70,7 +70,7 @@ def prefill_chunk(
         causal = jnp.broadcast_to(slots[:, None] >= slots, (batch, chunk_size, chunk_size))
         remaining = state.prompt_lengths - state.lengths
         fed = jnp.minimum(remaining, chunk_size)
-        hidden, new_kv, _ = forward(
+        hidden, new_kv, _, _ = forward(
             target,
             params,
             tokens,

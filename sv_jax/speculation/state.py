@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.platform import cache_layout
 from sv_jax.model.cache import KVCache, cache_axes, cache_shape
+from sv_jax.model.ffn import ChannelReads
+from sv_jax.model.moe import ExpertReads
 from sv_jax.model.transformer import Transformer
 from sv_jax.sparsity.plan import SparsityPlan
 from sv_jax.sparsity.summaries import SUMMARY_AXES, planned_summaries
@@ -82,8 +84,12 @@ def start_state(
         return jnp.zeros((batch, capacity + 1, *more), dtype)
 
     step, drafted, proposed, kv_blocks = (by_position(jnp.int32) for _ in range(4))
-    summaries = None
-    if sparsity is not None:
+    summaries = experts = channels = None
+    if sparsity is not None and sparsity.sparse_ffn and target.config.moe is not None:
+        experts = ExpertReads(*(by_position(jnp.int32) for _ in ExpertReads._fields))
+    if sparsity is not None and sparsity.channels is not None:
+        channels = ChannelReads(*(by_position(jnp.float32) for _ in ChannelReads._fields))
+    if sparsity is not None and sparsity.attention is not None:
         summaries = planned_summaries(sparsity.attention, target.config, batch, capacity)
     logprobs = None
     if num_logprobs:
@@ -95,7 +101,7 @@ def start_state(
         tokens=by_position(jnp.int32),
         lengths=jnp.zeros((batch,), jnp.int32),
         finished=request.prompt_lengths == 0,
-        trace=Trace(step, drafted, proposed, by_position(bool), kv_blocks),
+        trace=Trace(step, drafted, proposed, by_position(bool), kv_blocks, experts, channels),
         logprobs=logprobs,
         steps=jnp.zeros((), jnp.int32),
         **{field.name: getattr(request, field.name) for field in dataclasses.fields(request)},

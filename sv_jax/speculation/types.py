@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from sv_jax.model.cache import KVCache, LayerKV
+from sv_jax.model.ffn import ChannelReads
+from sv_jax.model.moe import ExpertReads
 from sv_jax.sparsity.summaries import BlockSummaries
 
 
@@ -34,12 +36,22 @@ class Draft:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class StepReads:
+    """What a step read, over layers. None: the part was dense."""
+
+    kv_blocks: jax.Array | None = None  # int32[B]: KV blocks of a row, over KV heads too
+    experts: ExpertReads | None = None  # int32[] each, of all rows together
+    channels: ChannelReads | None = None  # float32[] each, of all rows, in layers that leave some out
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Verification:
     """One target forward pass over a draft."""
 
     logits: jax.Array  # float32[B, T, V]: the law of the token that follows node t
     new_kv: tuple[LayerKV, ...]  # per layer (keys, values), [B, T, K, D]; not in the cache yet
-    reads: jax.Array | None  # int32[B]: KV blocks read, over layers and KV heads; None: dense
+    reads: StepReads
 
 
 @jax.tree_util.register_dataclass
@@ -67,6 +79,9 @@ class Trace:
     foreseen: jax.Array
     # int32[B, N]: KV blocks that the step read for the row, over layers and KV heads; 0: it was dense.
     kv_blocks: jax.Array
+    # The step's, [B, N] each: the same for all rows. None: that part is never sparse.
+    experts: ExpertReads | None
+    channels: ChannelReads | None
 
 
 @jax.tree_util.register_dataclass

@@ -14,6 +14,7 @@ from pallas_kernels.platform import Layout
 from sv_jax.config import ModelConfig
 from sv_jax.model.attention import Selection
 from sv_jax.model.cache import KVCache
+from sv_jax.model.choices import Choices
 from sv_jax.model.transformer import Params, Transformer, compute_logits, forward
 from sv_jax.sparsity.plan import SparsityPlan
 from sv_jax.sparsity.selection import make_chooser, summary_scorer
@@ -113,7 +114,7 @@ def run_sparse(
         seen.append(choose(*arguments))
         return seen[-1]
 
-    return Step(verify(target, params, cache, lengths, draft, record), tuple(seen))
+    return Step(verify(target, params, cache, lengths, draft, Choices(record)), tuple(seen))
 
 
 @partial(jax.jit, static_argnames=("target",))

@@ -67,16 +67,16 @@ def test_empty_slots_and_finished_rows_route_nowhere(monkeypatch):
     routed = []
     original = moe.route
 
-    def watch(logits, config, live):
+    def watch(probabilities, config, live):
         routed.append(live)
-        return original(logits, config, live)
+        return original(probabilities, config, live)
 
     monkeypatch.setattr(moe, "route", watch)
     results = []
     for token in (1, 2):
         tokens = jnp.where(existing_nodes(parents) & ~finished[:, None], 7, token)
         draft = Draft(tokens, parents)
-        results.append(verify(target, params, state.cache, state.lengths, draft, None, finished).logits)
+        results.append(verify(target, params, state.cache, state.lengths, draft, finished=finished).logits)
     live = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]], bool)
     assert all((np.asarray(x) == live).all() for x in routed) and len(routed) == 4
     first, second = (np.asarray(x) for x in results)

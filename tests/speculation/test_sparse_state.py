@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sv_jax.drafts.none import NoDraft
-from sv_jax.speculation import loop
+from sv_jax.sparsity import step
 from sv_jax.speculation.commit import commit
 from sv_jax.speculation.loop import decode_slice, verify_and_accept
 from sv_jax.speculation.request import make_request
@@ -96,8 +96,8 @@ def test_whom_a_step_asks(monkeypatch):
     def ask(plan, asked, lengths, live, **_):
         raise AskedError(asked, lengths.tolist(), live.tolist())
 
-    monkeypatch.setattr(loop, "summary_scorer", lambda plan, summaries, lengths, nodes: nodes.tolist())
-    monkeypatch.setattr(loop, "make_chooser", ask)
+    monkeypatch.setattr(step, "summary_scorer", lambda plan, summaries, lengths, nodes: nodes.tolist())
+    monkeypatch.setattr(step, "make_chooser", ask)
     plan = PLANS["mass"]
     state = start_state(make_target(MODEL), make_request([1] * 3, [60] * 3), capacity=64, sparsity=plan)
     state = dataclasses.replace(

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from sv_jax.model.attention import Selection
+from sv_jax.model.choices import Choices
 from sv_jax.model.transformer import forward
+from sv_jax.speculation.types import StepReads
 from tests.sparsity.plain_selection import plain_blocks, plain_tokens
 from tests.speculation.sparse_tools import (
     CHAIN,
@@ -111,7 +113,7 @@ def check_against_compact(arguments, plan):
     for selection in step.chosen:
         assert selection.num_blocks[:, 0].tolist() == expected.tolist()
     reads = target.config.num_layers * target.config.num_kv_heads * expected
-    assert step.verification.reads.tolist() == reads.tolist()
+    assert step.verification.reads.kv_blocks.tolist() == reads.tolist()
     fewer = expected < HELD
     changed = distance(step.verification.logits, run_dense(*arguments).logits)
     assert fewer.sum() > 4 and changed[fewer].min() > 10 * TOLERANCE and changed[~fewer].max() < TOLERANCE
@@ -199,7 +201,7 @@ def test_a_batch_within_l0_takes_the_dense_path(model):
     dense, plan = run_dense(*arguments), attention_plan(model, l0=L0, rho=0.0)
     step = sparse(arguments, plan, live=np.array(LENGTHS) <= L0)
     assert step.chosen[0].whole
-    assert step.verification.reads is not None and dense.reads is None
+    assert step.verification.reads.kv_blocks is not None and dense.reads == StepReads()
     check_same_bits(dense, dataclasses.replace(step.verification, reads=None))
     step = sparse(arguments, plan)
     assert not step.chosen[0].whole
@@ -231,7 +233,7 @@ def test_a_pass_says_what_each_layer_read():
     def run():
         mask = np.ones((rows, 1, 1), bool)
         tokens = draft.tokens[:, :1], lengths[:, None]
-        results.append(forward(target, params, *tokens, cache, lengths, mask, choose))
+        results.append(forward(target, params, *tokens, cache, lengths, mask, Choices(choose)))
 
     jax.eval_shape(run)
     assert asked == [(0, ()), (1, (None,))]
@@ -247,7 +249,7 @@ def test_dense_layers_read_everything():
     assert [layer is None for layer in summaries.layers] == [False, True]
     step = sparse(arguments, plan, summaries=summaries)
     assert [selection is None for selection in step.chosen] == [False, True]
-    assert step.verification.reads.tolist() == [2 * (min(n, 3) + n) for n in HELD]
+    assert step.verification.reads.kv_blocks.tolist() == [2 * (min(n, 3) + n) for n in HELD]
     unread = np.arange(16, 32)  # block 1: read only where it is among the last two
     skipped = np.array(HELD) > 3
 
