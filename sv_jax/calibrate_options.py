@@ -12,8 +12,10 @@ from sv_jax.option_parser import build_parser, parse_given
 from sv_jax.option_table import Option, at_least, declare, flag
 from sv_jax.sampling_params import RANGES as SAMPLING_RANGES
 from sv_jax.sparsity.config import RANGES, SCORES, AttentionSparsity
+from sv_jax.sparsity.ffn_config import KEEP, READINGS
 
 PROGRAM = "python -m sv_jax.calibrate"
+PARTS = ("attention", "ffn", "experts")
 METHODS = ("damage", "jaccard")
 # On smollm2-135m (2k, blocks of 32, a quarter kept) 0.01 nats are 8 of 30 anchors. Up to 0.1 nats, 5 anchors,
 # copies of other documents drift no more than with a choice in every layer; a similarity of 0.75 takes 14.
@@ -43,6 +45,40 @@ class CalibrateOptions:
         "text",
         "a registry name, a Hugging Face directory, a .gguf file, or a hub id org/name",
         metavar="M",
+    )
+    part: str = declare(
+        "attention",
+        "text",
+        "what is calibrated: the layers that choose blocks, the thresholds of feed-forward networks, or the "
+        "betas by which tokens skip experts",
+        choices=PARTS,
+    )
+    sparsity: str | None = declare(
+        None, "text", "a sparsity file whose other parts are written, too", metavar="F.toml"
+    )
+    density: float = declare(
+        0.5, "real", "with --part ffn: share of the channels that a token uses", metavar="X", range=KEEP
+    )
+    ffn_rule: str = declare(
+        "gate", "text", "with --part ffn: what has to be above the threshold", choices=("gate", "product")
+    )
+    one_threshold: bool = declare(False, "flag", "with --part ffn: one for all layers")
+    max_skipped: int = declare(
+        2, "number", "with --part experts: most experts that a token skips", metavar="N", range=at_least(1)
+    )
+    skip_reading: str = declare(
+        "first",
+        "text",
+        "with --part experts: how many of the betas have to say so, all up to the number skipped, or its own",
+        choices=READINGS,
+    )
+    skip_rate: float | None = declare(
+        None,
+        "real",
+        "with --part experts: share of the experts that is skipped (default: betas are medians, as in the "
+        "paper)",
+        metavar="X",
+        range=Range(float, lambda value: 0 < value < 1, "a number above 0 and below 1"),
     )
     keep: float = declare(
         0.25, "real", "share of the context that is read", metavar="X", range=RANGES["keep"]
@@ -156,7 +192,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> CalibrateOptions:
         CalibrateOptions,
         prog=PROGRAM,
         description="Finds the layers that have to read everything and those whose choice of blocks others "
-        "can reuse, and writes a file for "
+        "can reuse, or what feed-forward networks and experts can leave out, and writes a file for "
         "python -m sv_jax.generate --verify sparse --sparsity F.toml.",
     )
     options = CalibrateOptions(**parse_given(parser, CalibrateOptions, arguments))

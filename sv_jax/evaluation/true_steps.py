@@ -71,7 +71,7 @@ def dense_pass(
       tokens: int32[B, T], the first at position lengths[b]. following: int32[B, T], what comes after each.
       nodes: bool[B, T], tokens whose attention counts.
     """
-    finest = min(block_sizes)
+    finest = min(block_sizes, default=0)  # 0: nobody asks for masses
     masses: list[jax.Array] = []
 
     def watch(layer: int, q: jax.Array, cached: LayerKV, chosen: object) -> None:
@@ -80,7 +80,7 @@ def dense_pass(
             block_masses(q, cached, lengths, nodes, block_size=finest, layout=cache.layout, window=window)
         )
 
-    verified = verify(target, params, cache, lengths, chain(tokens), Choices(watch))
+    verified = verify(target, params, cache, lengths, chain(tokens), Choices(watch if finest else None))
     by_size = {
         size: tuple(jnp.sum(m.reshape(*m.shape[:2], -1, size // finest), axis=-1) for m in masses)
         for size in block_sizes

@@ -26,9 +26,11 @@ class LayerChannels:
       "product": of each token, those with |silu(gate) * up| below the threshold; down has no use for them.
       "shared": of all tokens of the step together, all but the share `keep` with the largest sum of
         |silu(gate)| over tokens. These alone are read of up and down: the only rule that saves bytes.
+      "oracle": as "shared", by |silu(gate) * up|: a control, which reads all of up to know that.
     """
 
     threshold: jax.Array  # float32[]
+    votes: jax.Array | None  # float32[F] (or more): what "shared" ranks channels by in place of its measure
     rule: str = dataclasses.field(metadata={"static": True})
     keep: float = dataclasses.field(metadata={"static": True})  # of the rule "shared"
 
@@ -74,19 +76,26 @@ def keep_channels(
     return jnp.where(kept, product, jnp.zeros((), product.dtype)), kept
 
 
-def rank_channels(activated: jax.Array, live: jax.Array, count: int, shards: int) -> jax.Array:
-    """The channels that matter most to all tokens together, as many of every shard of the model axis.
+def channel_votes(measure: jax.Array, live: jax.Array) -> jax.Array:
+    """float32[F]: how much each channel matters to all tokens together.
 
     Args:
-      activated: silu(gate) [B, T, F]. live: bool[B, T]: tokens that have a say.
+      measure: [B, T, F]. live: bool[B, T]: tokens that have a say.
+    """
+    return jnp.sum(jnp.where(live[..., None], jnp.abs(measure.astype(jnp.float32)), 0.0), axis=(0, 1))
+
+
+def rank_channels(votes: jax.Array, count: int, shards: int) -> jax.Array:
+    """The channels with most votes, as many of every shard of the model axis.
+
+    Args:
+      votes: float32[F].
       count: how many, a multiple of `shards`, which divides F.
 
     Returns:
       int32[shards, count / shards], ascending within each shard's F / shards channels.
     """
-    wide = jnp.where(live[..., None], jnp.abs(activated.astype(jnp.float32)), 0.0)
-    by_shard = jnp.sum(wide, axis=(0, 1)).reshape(shards, -1)
-    _, best = jax.lax.top_k(by_shard, count // shards)
+    _, best = jax.lax.top_k(votes.reshape(shards, -1), count // shards)
     return jnp.sort(best.astype(jnp.int32), axis=-1)
 
 
@@ -122,10 +131,13 @@ class FeedForward(nn.Module):
             self.sow("intermediates", "product", product)
             return down(product), None
         live = jnp.ones(x.shape[:2], bool) if live is None else live
-        if channels.rule == "shared":
+        if channels.rule in ("shared", "oracle"):
             shards = self.sharding.model_size
             count = channels.count(size, shards)
-            chosen = rank_channels(activated, live, count, shards)
+            votes = channel_votes(activated, live) if channels.votes is None else channels.votes[:size]
+            if channels.rule == "oracle":
+                votes = channel_votes(activated * up(x), live)
+            chosen = rank_channels(votes, count, shards)
             product = take_channels(activated, chosen, axis=2) * up(x, outputs=chosen)
             used = all_channels(count, live)
             reads = all_channels(size, live)._replace(used=used.used, wanted=used.wanted)

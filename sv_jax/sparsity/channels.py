@@ -26,7 +26,7 @@ class ChannelPlan:
         """What layer `layer` leaves out; None: nothing."""
         if layer in self.dense_layers:
             return None
-        return LayerChannels(self.thresholds[layer], self.rule, self.keep)
+        return LayerChannels(self.thresholds[layer], None, self.rule, self.keep)
 
 
 def plan_channels(sparsity: ChannelSparsity, model: ModelConfig) -> ChannelPlan:

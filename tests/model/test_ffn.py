@@ -47,7 +47,7 @@ def parts(x, params):
 
 def run(x, live, params, rule: str, *, threshold: float = 0.0, keep: float = 1.0, mesh=(1, 1)):
     apply = jax.jit(module(mesh).apply)
-    return apply(params, x, live, LayerChannels(jnp.float32(threshold), rule, keep))
+    return apply(params, x, live, LayerChannels(jnp.float32(threshold), None, rule, keep))
 
 
 @pytest.mark.parametrize("rule", ["gate", "product"])
@@ -74,6 +74,19 @@ def test_a_budget_that_tokens_share(keep):
     expected = (activated * up)[..., best] @ down[best] + bias
     np.testing.assert_allclose(got, expected, atol=1e-4)
     assert [int(n) for n in reads] == [9 * count, 9 * F, count, F]
+
+
+def test_controls_of_the_budget():
+    """By what no run knows before it has read up; and by votes that are given."""
+    x, live, params = setting()
+    activated, up, down, bias = parts(x, params)
+    best = np.argsort(-abs(activated * up)[live].sum(0))[: F // 2]
+    got, _ = run(x, live, params, "oracle", keep=0.5)
+    np.testing.assert_allclose(got, (activated * up)[..., best] @ down[best] + bias, atol=1e-4)
+    votes = np.random.default_rng(0).random(F).astype(np.float32)
+    given, _ = jax.jit(module().apply)(params, x, live, LayerChannels(jnp.float32(0), votes, "shared", 0.5))
+    best = np.argsort(-votes)[: F // 2]
+    np.testing.assert_allclose(given, (activated * up)[..., best] @ down[best] + bias, atol=1e-4)
 
 
 def test_nan_in_channels_that_are_left_out_changes_nothing():
