@@ -191,17 +191,18 @@ def run(options: CalibrateOptions) -> int:
 def calibrate_weights(output: Path, options: CalibrateOptions, texts: Sequence[UserText] | None) -> int:
     """Thresholds of feed-forward networks, or betas of experts. A few minutes: nothing is kept on the way."""
     from sv_jax.checkpoints.progress import progress_bar
-    from sv_jax.evaluation.weight_calibration import CHUNK, watch
+    from sv_jax.evaluation.weight_calibration import make_chunks, watch
 
     model = open_model(options)
     if options.part == "experts" and model.target.config.moe is None:
         raise UserError(f"--part experts: {options.model} has no experts; allowed: attention, ffn")
     cases = make_texts(options, texts, model, "ordinary")
     model.load_weights()
-    total = sum(len(case.token_ids) // CHUNK * CHUNK for case in cases)
+    chunks = make_chunks(cases)
+    total = sum(map(len, chunks))
     try:
         with progress_bar("watching", total, "token", progress=True) as bar:
-            activity = watch(model, cases, on_chunk=bar.update)
+            activity = watch(model, chunks, on_chunk=bar.update)
     except KeyboardInterrupt:
         say("interrupted: nothing was written")
         return INTERRUPTED

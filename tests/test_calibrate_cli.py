@@ -233,3 +233,48 @@ def test_options():
     )
     with pytest.raises(UserError, match="--seed -1 is not allowed"):
         parse_options(["--output=x", "--seed=-1"])
+
+
+def test_thresholds_beside_what_a_file_has(command, tmp_path, texts):
+    """The file's attention stays; what is written is read back, and names its command."""
+    path = tmp_path / "attention.toml"
+    path.write_text("[attention]\nkeep = 0.5\n[provenance]\nmodel = 'm'\n")
+    code, out, err = command("--part=ffn", "--density=.25", "--ffn-rule=product", "--sparsity", str(path))
+    config = read_sparsity(tmp_path / "x.toml")
+    assert code == 0 and config.attention == AttentionSparsity(keep=0.5) and config.experts is None
+    assert config.ffn.rule == "product" and len(config.ffn.thresholds) == LAYERS
+    assert len(set(config.ffn.thresholds)) == LAYERS and min(config.ffn.thresholds) > 0
+    provenance = dict(config.provenance)
+    assert provenance["density"] == 0.25 and provenance["tokens"] == 720
+    assert provenance["documents"] == ["t0", "t1", "t2"] and "density: 0.25" in out and "watching" in err
+    assert (
+        "--part ffn" in (tmp_path / "x.toml").read_text()
+        and "--ffn-rule product" in (tmp_path / "x.toml").read_text()
+    )
+
+    code, _, _ = command("--part=ffn", "--one-threshold", output="one.toml")
+    thresholds = read_sparsity(tmp_path / "one.toml").ffn.thresholds
+    assert code == 0 and len(thresholds) == 1
+
+
+def test_a_model_without_experts(command, tmp_path):
+    code, _, err = command("--part=experts")
+    assert code == 2 and "has no experts; allowed: attention, ffn" in err
+    assert not (tmp_path / "x.toml").exists()
+
+
+def test_betas(command, tmp_path, tmp_path_factory):
+    """Of a model with experts: medians, or what skips a wanted share."""
+    folder = tmp_path_factory.mktemp("moe") / "hf"
+    tiny_directory.write(folder)
+    config = tiny.config_dict(
+        "olmoe", num_hidden_layers=2, max_position_embeddings=512, num_experts=4, num_experts_per_tok=2
+    )
+    tiny.save(folder, config, tiny.tensors(tiny.model_config(config)))
+    k = tiny.model_config(config).moe.num_experts_per_tok
+    code, out, _ = command("--part=experts", "--max-skipped=1", "--model", str(folder))
+    experts = read_sparsity(tmp_path / "x.toml").experts
+    assert code == 0 and len(experts.betas) == 2 and {len(row) for row in experts.betas} == {k - 1}
+    assert "beta_quantile: 0.5" in out
+    code, _, err = command("--part=experts", f"--max-skipped={k}", "--model", str(folder), output="more.toml")
+    assert code == 2 and f"max-skipped {k}; allowed for this model: up to {k - 1}" in err

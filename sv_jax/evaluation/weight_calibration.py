@@ -24,7 +24,7 @@ from sv_jax.model.moe import route
 from sv_jax.model.transformer import Params, Transformer
 from sv_jax.sparsity.experts import count_skipped, low_shares
 
-CHUNK = 512  # tokens of a text that are looked at together
+CHUNK = 512  # most tokens of a text that are looked at together
 BINS = 1 << 15  # of a histogram: the upper half of a float32's bits, so that a bin is 0.8 % wide at most
 MEASURES = {"gate": "activated", "product": "product"}  # rule -> what the network sows
 
@@ -69,32 +69,38 @@ def _histogram(x: jax.Array) -> jax.Array:
     return jnp.zeros(BINS, jnp.int32).at[(bits >> 16).reshape(-1)].add(1)
 
 
+def make_chunks(cases: Sequence[Case]) -> list[tuple[int, ...]]:
+    """The texts in pieces of one size, CHUNK or what the shortest text has; what is left over is not used."""
+    size = min(CHUNK, *(len(case.token_ids) for case in cases))
+    return [
+        case.token_ids[first : first + size]
+        for case in cases
+        for first in range(0, len(case.token_ids) - size + 1, size)
+    ]
+
+
 def watch(
-    model: LanguageModel, cases: Sequence[Case], *, on_chunk: Callable[[int], Any] = lambda tokens: None
+    model: LanguageModel,
+    chunks: Sequence[Sequence[int]],
+    *,
+    on_chunk: Callable[[int], Any] = lambda tokens: None,
 ) -> Activity:
-    """Runs all whole chunks of the texts, each by itself.
+    """Runs every chunk by itself.
 
-    on_chunk: called after each with the tokens of it.
-
-    Raises:
-      UserError: no text has a whole chunk.
+    Args:
+      chunks: token ids, all of one length.
+      on_chunk: called after each with its number of tokens.
     """
     config = model.target.config
     histograms = np.zeros((len(MEASURES), config.num_layers, BINS), np.int64)
     found: list[np.ndarray] = []
-    chunks = 0
-    for case in cases:
-        for first in range(0, len(case.token_ids) - CHUNK + 1, CHUNK):
-            tokens = np.array([case.token_ids[first : first + CHUNK]], np.int32)
-            bins, probabilities = _watch(model.target, model.params, tokens)
-            histograms += np.asarray(bins)
-            if probabilities is not None:
-                assert config.moe is not None
-                found.append(np.asarray(_top_weights(probabilities, config.moe)))
-            chunks += 1
-            on_chunk(CHUNK)
-    if not chunks:
-        raise UserError(f"no text has {CHUNK} tokens; allowed: longer texts")
+    for chunk in chunks:
+        bins, probabilities = _watch(model.target, model.params, np.array([chunk], np.int32))
+        histograms += np.asarray(bins)
+        if probabilities is not None:
+            assert config.moe is not None
+            found.append(np.asarray(_top_weights(probabilities, config.moe)))
+        on_chunk(len(chunk))
     if not found:
         return Activity(histograms, None, None)
     weights = np.concatenate(found, axis=1)

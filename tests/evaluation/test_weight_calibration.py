@@ -18,6 +18,7 @@ from sv_jax.evaluation.weight_calibration import (
     _histogram,
     find_betas,
     find_thresholds,
+    make_chunks,
     watch,
 )
 from sv_jax.sparsity.experts import count_skipped
@@ -37,7 +38,8 @@ def cases(*lengths: int) -> list[Case]:
 @functools.cache
 def activity(config=CONFIG) -> Activity:
     target, params = make_model(config)
-    return watch(SimpleNamespace(target=target, params=params), cases(CHUNK, 2 * CHUNK + 3, CHUNK - 1))
+    chunks = make_chunks(cases(CHUNK, 2 * CHUNK + 3))
+    return watch(SimpleNamespace(target=target, params=params), chunks)
 
 
 def test_thresholds_are_quantiles():
@@ -61,9 +63,12 @@ def test_everything_is_looked_at_once():
     np.testing.assert_allclose(found.weights.sum(-1), 1, rtol=1e-5)
     dense = activity(replace(CONFIG, moe=None, dense_ffn_layers=()))
     assert dense.shares is None and dense.histograms.sum() == 2 * 3 * 3 * CHUNK * TINY.intermediate_size
-    model = SimpleNamespace(**dict(zip(("target", "params"), make_model(CONFIG))))
-    with pytest.raises(UserError, match="no text has 512 tokens; allowed: longer texts"):
-        watch(model, cases(100))
+
+
+def test_chunks():
+    texts = cases(CHUNK, 2 * CHUNK + 3)
+    assert make_chunks(texts)[1:] == [texts[1].token_ids[:CHUNK], texts[1].token_ids[CHUNK : 2 * CHUNK]]
+    assert [len(chunk) for chunk in make_chunks(cases(100, 250))] == [100, 100, 100]
 
 
 def test_betas_are_medians_unless_a_rate_is_wanted():
