@@ -2,9 +2,10 @@
 
     python scripts/compare_sparse.py                                  # quoting and code at 6,000 tokens
     python scripts/compare_sparse.py --contexts 7500 --rounds 5 --sparsity configs/sparsity/smollm2-135m.toml
+    python scripts/compare_sparse.py --model smollm2-135m-moe --files attention.toml experts.toml both.toml
 
-Every round decodes each prompt once with each setting: dense, --keep 0.25, and the paper's piecewise budget
-with --l0 1024 --rho 0.1. Sparse verification is lossy: the table has where its text first differs from the
+Every round decodes each prompt once with each setting: dense, and --keep 0.25 and the paper's piecewise budget
+with --l0 1024 --rho 0.1, or the files. Sparse verification is lossy: the table has where its text first differs from the
 dense one. Medians and (min..max) over rounds; prefill, which is dense, is not in tokens/s. The last line is
 one JSON object.
 """
@@ -17,6 +18,7 @@ import json
 import os
 import statistics
 import sys
+from pathlib import Path
 from typing import Any
 
 from comparison.machine import Load, available_cores, commit, cpu_name, versions
@@ -25,7 +27,7 @@ from comparison.results import first_difference
 from comparison.sparsity import add_sparsity_arguments, sparsity_from
 
 import sv_jax
-from sv_jax.sparsity.config import SparsityConfig
+from sv_jax.sparsity.config import SparsityConfig, read_sparsity
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -37,11 +39,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=128, help="exactly; no text ends before")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--num-speculative-tokens", type=int, default=7)
+    parser.add_argument("--files", nargs="+", metavar="F.toml", help="sparsity files in place of budgets")
     add_sparsity_arguments(parser)
     return parser.parse_args()
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, SparsityConfig | None]:
+    if arguments.files:
+        return {"dense": None, **{Path(name).stem: read_sparsity(name) for name in arguments.files}}
     base = dataclasses.replace(sparsity_from(arguments), keep=None, l0=None, rho=None)
     return {
         "dense": None,
@@ -90,7 +95,7 @@ def run_cell(model: Any, cell: Cell, arguments: argparse.Namespace) -> list[dict
                 "mean_acceptance_length": runs[0].stats.mean_acceptance_length,
                 "same_as_dense": ids == dense_ids,
                 "first_difference": first_difference(dense_ids, ids),
-                "reads": runs[0].stats.as_dict()["sparse_attention"],
+                "reads": {part: runs[0].stats.as_dict()[part] for part in ("sparse_attention", "sparse_ffn")},
             }
         )
     return rows
