@@ -2,6 +2,7 @@
 
     python scripts/bench_sparse.py                        # smollm2-135m: 8k tokens, batch 1 and 4
     python scripts/bench_sparse.py --lengths 4000 --keep 0.1 --sparsity configs/sparsity/smollm2-135m.toml
+    python scripts/bench_sparse.py --lengths 500 --batch-sizes 1 --keep --ffn-keep 0.3 0.5 0.7
 
 Steps and floors are bench_verify.py's; a sparse step's bytes are the weights, the K/V of the blocks that it
 reads and the summaries that it scores. Cache contents are random: time does not depend on them. The last line
@@ -22,7 +23,9 @@ from bench_verify import Timed, filled_state, floor_ms, git, make_wrong_drafter,
 from comparison.sparsity import add_sparsity_arguments, sparsity_from
 
 import sv_jax
+from sv_jax.engine.ffn_reads import weight_channels
 from sv_jax.sparsity.config import SparsityConfig
+from sv_jax.sparsity.ffn_config import ChannelSparsity
 from sv_jax.sparsity.plan import SparsityPlan, make_plan
 from sv_jax.sparsity.reads import kv_bytes, summary_bytes
 
@@ -33,7 +36,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--lengths", nargs="+", type=int, default=[8000])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 4])
-    parser.add_argument("--keep", nargs="+", type=float, default=[0.10, 0.25])
+    parser.add_argument("--keep", nargs="*", type=float, default=[0.10, 0.25])
+    parser.add_argument("--ffn-keep", nargs="*", type=float, default=[], help="shares of shared channels")
+    parser.add_argument("--ffn-threshold", nargs="*", type=float, default=[], help="of the rule gate")
     add_sparsity_arguments(parser)
     parser.add_argument("--num-speculative-tokens", type=int, default=7)
     parser.add_argument("--rounds", type=int, default=9)
@@ -44,9 +49,14 @@ def parse_arguments() -> argparse.Namespace:
 def sparse_floor_ms(
     model: Any, plan: SparsityPlan, machine: dict[str, float], length: int, batch: int, num_nodes: int
 ) -> float:
-    """Bytes floor of a sparse step: floor_ms of an empty cache, and what attention reads."""
+    """Bytes floor of a sparse step: floor_ms of an empty cache less the weights that are left out, and what
+    attention reads."""
     config, itemsize = model.target.config, 4 if model.dtype == "float32" else 2
     attention = plan.attention
+    if attention is None:
+        saved = weight_channels(None, config, 1, 0, 1) - weight_channels(plan.channels, config, 1, 0, 1)
+        saved_ms = saved * config.hidden_size * itemsize / machine["bandwidth_gb_per_second"] / 1e6
+        return floor_ms(model, machine, length, batch, num_nodes)["bytes_ms"] - saved_ms
     l0, rho = attention.most_l0, attention.most_rho
     tokens = min(length, int(max(length - l0, 0) * rho) + l0)
     blocks = -(-tokens // attention.block_size)
@@ -66,6 +76,13 @@ def bench(model: Any, arguments: argparse.Namespace, machine: dict[str, float]) 
     for keep in arguments.keep:
         attention = dataclasses.replace(base, keep=keep, rho=None, l0=None)
         plans[f"keep {keep:g}"] = make_plan(SparsityConfig(attention), model.target.config)
+    ffn = [ChannelSparsity("shared", keep=keep) for keep in arguments.ffn_keep]
+    ffn += [ChannelSparsity("gate", (threshold,)) for threshold in arguments.ffn_threshold]
+    for channels in ffn:
+        name = (
+            f"ffn {channels.keep:g}" if channels.thresholds is None else f"ffn >= {channels.thresholds[0]:g}"
+        )
+        plans[name] = make_plan(SparsityConfig(None, channels), model.target.config)
     rows = []
     for batch in arguments.batch_sizes:
         for length in arguments.lengths:

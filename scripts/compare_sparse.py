@@ -5,9 +5,9 @@
     python scripts/compare_sparse.py --model smollm2-135m-moe --files attention.toml experts.toml both.toml
 
 Every round decodes each prompt once with each setting: dense, and --keep 0.25 and the paper's piecewise
-budget with --l0 1024 --rho 0.1, or the files. Sparse verification is lossy: the table has where its text first
-differs from the dense one. Medians and (min..max) over rounds; prefill, which is dense, is not in tokens/s. The
-last line is one JSON object.
+budget with --l0 1024 --rho 0.1, or the files. Sparse verification is lossy: the table has where its text
+first differs from the dense one. Medians and (min..max) over rounds; prefill, which is dense, is not in
+tokens/s. The last line is one JSON object.
 """
 
 from __future__ import annotations
