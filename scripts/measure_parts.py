@@ -16,14 +16,14 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from comparison.machine import available_cores, commit, cpu_name, versions
 
 import sv_jax
 from sv_jax.checkpoints.progress import progress_bar
 from sv_jax.evaluation.part_run import FreeText, PartRow, PartRun, acceptance, part_row, part_table
-from sv_jax.evaluation.part_steps import PartSetting
+from sv_jax.evaluation.part_steps import Control, PartSetting
 from sv_jax.evaluation.report import as_document
 from sv_jax.evaluation.store import Store
 from sv_jax.evaluation.tables import markdown
@@ -68,8 +68,9 @@ def channel_settings(activity: Activity) -> list[PartSetting]:
                 label = f"{rule}{', one threshold' if one else ''}, {name}"
                 settings.append(PartSetting(label, SparsityConfig(None, ffn)))
         budget = SparsityConfig(None, ChannelSparsity("shared", keep=1 - dropped))
-        for control, label in (("", "shared"), ("random", "shared, random"), ("oracle", "shared, oracle")):
-            settings.append(PartSetting(f"{label}, {name}", budget, control))  # type: ignore[arg-type]
+        for control in get_args(Control):
+            label = f"shared, {control}" if control else "shared"
+            settings.append(PartSetting(f"{label}, {name}", budget, control))
     return settings
 
 
@@ -148,7 +149,7 @@ def main() -> None:
     )
     activity = watch(model, make_chunks(calibration))
     store = Store(Path(arguments.output) / "results.jsonl")
-    run = PartRun(model, store, arguments.num_speculative_tokens, arguments.seed)
+    run = PartRun(model, store, arguments.num_speculative_tokens, arguments.seed, activity.votes)
     if arguments.part == "ffn":
         settings = channel_settings(activity)
         rows = measure(run, cases, settings)

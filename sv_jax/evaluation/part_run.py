@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from sv_jax.engine.language_model import LanguageModel
 from sv_jax.evaluation.cutting import Case
@@ -42,6 +45,7 @@ class PartRun:
     store: Store
     num_speculative_tokens: int
     seed: int  # of the random controls
+    static_votes: tuple[np.ndarray | None, ...] = ()  # of the static control, per layer float32[F]
 
     def measured(self, case: Case, setting: PartSetting) -> PartMeasurement | None:
         """The result that is kept, None if there is none yet."""
@@ -62,6 +66,7 @@ class PartRun:
                 wanted,
                 num_speculative_tokens=self.num_speculative_tokens,
                 seed=self.seed,
+                static_votes=self.static_votes,
             )
             for setting, measurement in zip(wanted, found):
                 result = dataclasses.asdict(measurement)
@@ -120,6 +125,9 @@ class PartRun:
             identity |= {"sparsity": parts, "control": setting.control}
             if setting.control == "random":
                 identity["seed"] = self.seed
+            if setting.control == "static":
+                kept = b"".join(votes.tobytes() for votes in self.static_votes if votes is not None)
+                identity["votes"] = hashlib.sha256(kept).hexdigest()
         return identity
 
 

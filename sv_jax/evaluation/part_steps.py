@@ -35,7 +35,7 @@ from sv_jax.sparsity.summaries import STATISTICS, BlockSummaries, update_summari
 from sv_jax.speculation.types import StepReads
 from sv_jax.speculation.verify import verify
 
-Control = Literal["", "random", "oracle"]
+Control = Literal["", "random", "static", "oracle"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,8 @@ class PartSetting:
     """What is compared with dense verification.
 
     control: who makes the list of experts, or of channels, that a step's tokens share: "" the tokens;
-      "random" a draw among the wanted ones; "oracle" (channels) what they come to be.
+      "random" a draw among the wanted ones; of channels also "static", what mattered most on other texts, and
+      "oracle", what they come to be.
     """
 
     name: str  # in tables
@@ -89,7 +90,12 @@ class Compared(NamedTuple):
 
 
 def control_choices(
-    choices: Choices, plan: SparsityPlan, model: Transformer, control: Control, key: jax.Array
+    choices: Choices,
+    plan: SparsityPlan,
+    model: Transformer,
+    control: Control,
+    key: jax.Array,
+    static_votes: Sequence[jax.Array | None],
 ) -> Choices:
     """The same choices with lists that the control makes."""
     experts, channels = choices.experts, choices.channels
@@ -108,6 +114,8 @@ def control_choices(
             chosen = given(layer)
             if chosen is None or control == "oracle":
                 return chosen and dataclasses.replace(chosen, rule="oracle")
+            if control == "static":
+                return dataclasses.replace(chosen, votes=static_votes[layer])
             size = model.config.intermediate_size
             return dataclasses.replace(
                 chosen, votes=jax.random.uniform(jax.random.fold_in(key, layer), (size,))
@@ -128,6 +136,7 @@ def part_step(
     dense_logits: jax.Array,
     plan: SparsityPlan,
     key: jax.Array,
+    static_votes: Sequence[jax.Array | None],
     *,
     control: Control,
 ) -> tuple[Carry, Compared]:
@@ -135,11 +144,12 @@ def part_step(
 
     Args:
       tokens, following: int32[1, T]. nodes: bool[1, T]. dense_logits: float32[T, V], of the dense pass.
+      static_votes: per layer float32[F], of the static control.
     """
     cache, summaries, lengths = carry
     live = jnp.ones(1, bool)
     choices = make_choices(plan, summaries, lengths, nodes, live, sharding=target.sharding)
-    choices = control_choices(choices, plan, target, control, key)
+    choices = control_choices(choices, plan, target, control, key, static_votes)
     verified = verify(target, params, cache, lengths, chain(tokens), choices)
     cache = cache.write(verified.new_kv, lengths)
     after = lengths + tokens.shape[1]
@@ -172,12 +182,13 @@ def measure_parts(
     *,
     num_speculative_tokens: int,
     seed: int = 0,
+    static_votes: Sequence[np.ndarray | None] = (),
 ) -> Iterator[PartMeasurement]:
     """One text under every setting, in order.
 
     Args:
       num_speculative_tokens: K; a step verifies T = K + 1 tokens.
-      seed: of the random control.
+      seed: of the random control. static_votes: of the static one, per layer float32[F].
     """
     plans = [make_plan(setting.sparsity, model.target.config) for setting in settings]
     attentions = [plan.attention for plan in plans if plan.attention is not None]
@@ -197,7 +208,8 @@ def measure_parts(
         dense.append(_DenseStep(step.compared, step.tokens, step.following, step.nodes, step.dense.logits[0]))
     assert start is not None
     for setting, plan in zip(settings, plans):
-        yield _measure_setting(model, case, setting, plan, start, dense, seed)
+        votes = tuple(static_votes) if setting.control == "static" else ()
+        yield _measure_setting(model, case, setting, plan, start, dense, seed, votes)
 
 
 def _measure_setting(
@@ -208,6 +220,7 @@ def _measure_setting(
     start: TrueStep,
     dense: Sequence[_DenseStep],
     seed: int,
+    static_votes: tuple[np.ndarray | None, ...],
 ) -> PartMeasurement:
     summaries = None if plan.attention is None else start.summaries[plan.attention.block_size]
     carry = jax.tree.map(jnp.copy, Carry(start.cache, summaries, start.lengths))
@@ -218,7 +231,7 @@ def _measure_setting(
         key = jax.random.fold_in(jax.random.key(seed), number)
         texts = step.tokens, step.following, step.nodes, step.logits
         carry, found = part_step(
-            model.target, model.params, carry, *texts, plan, key, control=setting.control
+            model.target, model.params, carry, *texts, plan, key, static_votes, control=setting.control
         )
         figures = (found.agreeing, found.kl, found.nll, found.dense_nll)
         sums += [np.asarray(x)[: step.compared].sum(dtype=np.float64) for x in figures]

@@ -33,13 +33,20 @@ class Activity(NamedTuple):
     """What feed-forward layers do on some texts."""
 
     histograms: np.ndarray  # int64[rules, L, BINS]: of |measure|, over tokens and channels
+    votes: tuple[np.ndarray | None, ...]  # per layer float32[F], mean |silu(gate)|; None: no network
     shares: np.ndarray | None  # float32[layers with experts, tokens, k - 1]: see `low_shares`
     weights: np.ndarray | None  # float32[layers with experts, tokens, k], of the experts
 
 
+class _Seen(NamedTuple):
+    histograms: jax.Array  # int32[rules, L, BINS]
+    votes: tuple[jax.Array | None, ...]
+    probabilities: jax.Array | None  # float32[layers with experts, C, E]
+
+
 @partial(jax.jit, static_argnames=("target",))
-def _watch(target: Transformer, params: Params, tokens: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """(int32[rules, L, BINS], float32[layers with experts, C, E] or None) of tokens int32[1, C]."""
+def _watch(target: Transformer, params: Params, tokens: jax.Array) -> _Seen:
+    """What the layers do on tokens int32[1, C]."""
     config, count = target.config, tokens.shape[1]
     layout = cache_layout(target.sharding.platform)
     empty = tuple(
@@ -59,8 +66,12 @@ def _watch(target: Transformer, params: Params, tokens: jax.Array) -> tuple[jax.
             for name in MEASURES.values()
         ]
     )
+    votes = tuple(
+        jnp.mean(jnp.abs(net["activated"][0].astype(jnp.float32)), axis=(0, 1)) if net else None
+        for net in networks
+    )
     probabilities = [layer["probabilities"][0][0] for layer in layers if "probabilities" in layer]
-    return bins, jnp.stack(probabilities) if probabilities else None
+    return _Seen(bins, votes, jnp.stack(probabilities) if probabilities else None)
 
 
 def _histogram(x: jax.Array) -> jax.Array:
@@ -94,17 +105,20 @@ def watch(
     config = model.target.config
     histograms = np.zeros((len(MEASURES), config.num_layers, BINS), np.int64)
     found: list[np.ndarray] = []
+    votes: list[tuple[np.ndarray | None, ...]] = []
     for chunk in chunks:
-        bins, probabilities = _watch(model.target, model.params, np.array([chunk], np.int32))
-        histograms += np.asarray(bins)
-        if probabilities is not None:
+        seen = jax.device_get(_watch(model.target, model.params, np.array([chunk], np.int32)))
+        histograms += seen.histograms
+        votes.append(seen.votes)
+        if seen.probabilities is not None:
             assert config.moe is not None
-            found.append(np.asarray(_top_weights(probabilities, config.moe)))
+            found.append(np.asarray(_top_weights(jnp.asarray(seen.probabilities), config.moe)))
         on_chunk(len(chunk))
+    means = tuple(None if layer[0] is None else np.mean(layer, axis=0) for layer in zip(*votes))
     if not found:
-        return Activity(histograms, None, None)
+        return Activity(histograms, means, None, None)
     weights = np.concatenate(found, axis=1)
-    return Activity(histograms, np.asarray(low_shares(jnp.asarray(weights))), weights)
+    return Activity(histograms, means, np.asarray(low_shares(jnp.asarray(weights))), weights)
 
 
 def _top_weights(probabilities: jax.Array, moe: MoEConfig) -> jax.Array:

@@ -35,6 +35,7 @@ SETTINGS = [
     setting("smaller k", experts=ExpertSparsity(experts_per_token=2)),
     setting("budget", ffn=HALF),
     setting("random budget", ffn=HALF, control="random"),
+    setting("static budget", ffn=HALF, control="static"),
     setting("oracle", ffn=HALF, control="oracle"),
 ]
 
@@ -45,7 +46,8 @@ def measured():
     model = SimpleNamespace(target=target, params=params, max_model_len=256, sharding=target.sharding)
     (ids,) = random_prompts([60], seed=3)
     case = Case("c", "ordinary", "d", tuple(ids), MEASURED)
-    found = measure_parts(model, case, SETTINGS, num_speculative_tokens=K)
+    votes = [np.arange(n, dtype=np.float32) for n in (32, 64, 32)]
+    found = measure_parts(model, case, SETTINGS, num_speculative_tokens=K, static_votes=votes)
     return {m.setting: m for m in found}
 
 
@@ -70,7 +72,7 @@ def test_what_is_left_out_shows_and_is_counted():
         read, wanted, kept, pairs = found[name].experts
         assert read == 3 * 2 * 3 < wanted and kept < pairs == 2 * TOP * 12
     assert found["smaller k"].experts[2] == 2 * 2 * 12 and found["smaller k"].channels is None
-    for name in ("budget", "random budget", "oracle"):
+    for name in ("budget", "random budget", "static budget", "oracle"):
         used, most, wanted, held = found[name].channels
         assert used * 2 == most and wanted * 2 == held and found[name].experts[0] == found[name].experts[1]
     assert found["budget"].weight_channels < found["budget"].dense_weight_channels
@@ -79,4 +81,4 @@ def test_what_is_left_out_shows_and_is_counted():
 def test_controls_choose_otherwise():
     found = measured()
     assert found["random list"].kl != found["list"].kl
-    assert len({found[name].kl for name in ("budget", "random budget", "oracle")}) == 3
+    assert len({found[f"{name}budget"].kl for name in ("", "random ", "static ")} | {found["oracle"].kl}) == 4

@@ -61,6 +61,7 @@ def test_everything_is_looked_at_once():
     assert found.histograms.sum(axis=-1).tolist() == [[3 * CHUNK * n for n in channels]] * 2
     assert found.shares.shape == (2, 3 * CHUNK, K - 1) and found.weights.shape == (2, 3 * CHUNK, K)
     np.testing.assert_allclose(found.weights.sum(-1), 1, rtol=1e-5)
+    assert [len(votes) for votes in found.votes] == channels and all((v > 0).all() for v in found.votes)
     dense = activity(replace(CONFIG, moe=None, dense_ffn_layers=()))
     assert dense.shares is None and dense.histograms.sum() == 2 * 3 * 3 * CHUNK * TINY.intermediate_size
 
