@@ -37,13 +37,12 @@ def plan_of(attention=None, ffn=None, experts=None, config=CONFIG):
     return make_plan(SparsityConfig(attention, ffn, experts), config)
 
 
+NO_BETAS = ExpertSparsity(max_skipped=2, betas=[[0.0, 0.0]] * 2)
 WHOLE = {
-    "gate": plan_of(None, ChannelSparsity(thresholds=[0.0])),
-    "shared": plan_of(None, ChannelSparsity("shared", keep=1.0)),
-    "skip": plan_of(None, None, ExpertSparsity(max_skipped=2, betas=[[0.0, 0.0]] * 2)),
-    "all": plan_of(
+    "rules of each token": plan_of(None, ChannelSparsity("product", thresholds=[0.0]), NO_BETAS),
+    "shared sets": plan_of(
         AttentionSparsity(keep=1.0, block_size=16),
-        ChannelSparsity("product", thresholds=[0.0]),
+        ChannelSparsity("shared", keep=1.0),
         ExpertSparsity(shortlist=E, outside="repick"),
     ),
 }
@@ -52,7 +51,7 @@ WHOLE = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_where_nothing_is_left_out_the_text_is_plain_decoding_s(name):
     expected, _ = decode(*make_model(CONFIG), NoDraft(), PROMPTS, new_tokens=NEW)
-    for mesh in [(1, 1), (2, 2)] if name == "all" else [(1, 1)]:
+    for mesh in [(1, 1), (2, 2)] if name == "shared sets" else [(1, 1)]:
         model = make_model(CONFIG, mesh)
         got, state = decode(*model, PromptLookup(4), PROMPTS, new_tokens=NEW, sparsity=WHOLE[name])
         assert got == expected
