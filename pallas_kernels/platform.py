@@ -1,4 +1,4 @@
-"""What each platform gets: the cache's layout and the width of a plain step."""
+"""What each platform gets: the cache's layout, the width of a plain step, how experts multiply."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from typing import Literal
 
 Layout = Literal["BKSD", "BSKD"]
 """Axis order of one layer's K or V: B batch, K KV heads, S positions, D head_dim."""
+
+MOST_TILED_TOKENS = 64
+"""On TPU more tokens than that, so those of prefill, meet their experts in ragged products."""
 
 LAYOUTS: tuple[Layout, ...] = ("BKSD", "BSKD")
 
@@ -27,3 +30,12 @@ def plain_step_tokens(platform: str, dtype: str, rows: int) -> int:
     vector is the fast one.
     """
     return 2 if platform == "cpu" and dtype == "bfloat16" and rows == 1 else 1
+
+
+def takes_ragged_experts(platform: str, tokens: int) -> bool:
+    """Whether `tokens` tokens meet their experts in `jax.lax.ragged_dot`, not in a loop over tiles.
+
+    XLA has an instruction for it on TPU; elsewhere it is expanded into dense products, slower than tiles
+    (scripts/bench_moe.py). A verify step is to read its active experts alone: the loop does, everywhere.
+    """
+    return platform == "tpu" and tokens > MOST_TILED_TOKENS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 
 import jax
@@ -15,12 +16,12 @@ from sv_jax.config import ModelConfig, UserError
 DATA, MODEL = "data", "model"
 COLLECTIVE_TIMEOUT_SECONDS = 600
 
-LOGICAL_AXES: dict[str, str | None] = {
+LOGICAL_AXES: dict[str, str | tuple[str, ...] | None] = {
     "batch": DATA,
     "heads": MODEL,
     "kv_heads": MODEL,
     "ffn": MODEL,
-    "experts": MODEL,
+    "experts": MODEL,  # (DATA, MODEL): over all devices; the tokens of all rows then travel to them
     "all_experts": None,  # the router's outputs: each device chooses among all
     "one": None,
     "vocab": MODEL,
@@ -41,6 +42,10 @@ class Sharding:
         return PartitionSpec(
             *(None if a is None or a in self.replicated else LOGICAL_AXES[a] for a in logical)
         )
+
+    def mesh_axes(self, logical: str) -> tuple[str, ...]:
+        """The mesh axes that a logical axis is cut over; (): it is whole on each device."""
+        return () if logical in self.replicated else _mesh_axes(logical)
 
     def named(self, *logical: str | None) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(*logical))
@@ -118,34 +123,48 @@ def _allow_slow_collectives() -> None:
     os.environ["XLA_FLAGS"] = flags.strip()
 
 
-def _cut_sizes(config: ModelConfig) -> dict[str, int]:
-    """What has to divide by the model axis."""
+def _mesh_axes(logical: str) -> tuple[str, ...]:
+    axes = LOGICAL_AXES[logical]
+    return (axes,) if isinstance(axes, str) else axes or ()
+
+
+def _cut_sizes(config: ModelConfig) -> dict[str, tuple[int, tuple[str, ...]]]:
+    """What has to divide by the mesh axes that it is cut over: sizes by name, with these axes."""
     sizes = {}
     if not all(config.has_experts(layer) for layer in range(config.num_layers)):
-        sizes["intermediate_size"] = config.intermediate_size
+        sizes["intermediate_size"] = config.intermediate_size, _mesh_axes("ffn")
     if config.moe is not None:
-        sizes["num_experts"] = config.moe.num_experts
+        sizes["num_experts"] = config.moe.num_experts, _mesh_axes("experts")
         if config.moe.shared_expert_size:
-            sizes["shared_expert_intermediate_size"] = config.moe.shared_expert_size
+            sizes["shared_expert_intermediate_size"] = config.moe.shared_expert_size, _mesh_axes("ffn")
     return sizes
+
+
+def _check_division(config: ModelConfig, mesh_shape: dict[str, int]) -> None:
+    """Raises UserError for the first size that does not divide, with the numbers of shards that all allow."""
+    sizes = _cut_sizes(config)
+    for name, (size, axes) in sizes.items():
+        shards = math.prod(mesh_shape[axis] for axis in axes)
+        if size % shards == 0:
+            continue
+        together = [other for other, others_axes in sizes.values() if others_axes == axes]
+        divisors = [n for n in range(2, 65) if all(other % n == 0 for other in together)]
+        shape = "x".join(str(mesh_shape[axis]) for axis in axes)
+        what = f"a {axes[0]} axis of {shape}" if len(axes) == 1 else f"a mesh of {shape} = {shards} devices"
+        raise UserError(
+            f"{what} does not divide {name}={size}; allowed: {', '.join(map(str, [1, *divisors]))}"
+        )
 
 
 def make_sharding(config: ModelConfig, mesh_shape: tuple[int, int] = (1, 1)) -> Sharding:
     """Sharding of a model on the first D*M devices.
 
     Attention heads (or the vocabulary) that do not divide by M are kept whole on each device; an FFN, or a
-    number of experts, that does not divide is refused, since then nearly everything would be computed M times
-    over.
+    number of experts, that does not divide by the devices it is cut over is refused, since then nearly
+    everything would be computed M times over.
     """
     data, model = mesh_shape
-    sizes = _cut_sizes(config)
-    for name, size in sizes.items():
-        if size % model:
-            divisors = [m for m in range(2, 65) if all(other % m == 0 for other in sizes.values())]
-            raise UserError(
-                f"a model axis of {model} does not divide {name}={size}; "
-                f"allowed: {', '.join(map(str, [1, *divisors]))}"
-            )
+    _check_division(config, {DATA: data, MODEL: model})
     ensure_devices(data * model)
     replicated = set()
     if config.num_heads % model or config.num_kv_heads % model:

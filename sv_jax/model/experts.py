@@ -2,7 +2,8 @@
 
 Tokens are sorted by expert and cut into tiles of one expert each; a loop runs over the tiles that there are.
 Its trip count is data, every shape is static, and an expert that nobody wants is not read. The few tokens of
-a verify step make one tile for each active expert, those of prefill several.
+a verify step make one tile for each active expert, those of prefill several. On TPU the many tokens of
+prefill take three ragged products instead (`pallas_kernels/platform.py` decides).
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
+from pallas_kernels.cache_attention.reference import matmul_precision
+from pallas_kernels.platform import takes_ragged_experts
 from sv_jax.model.layers import multiply
 
 SMALLEST_TILE, LARGEST_TILE = 8, 128  # tokens
@@ -33,6 +37,22 @@ class ExpertWeights(NamedTuple):
     down: jax.Array  # [E, F, d]
 
 
+class Pairs(NamedTuple):
+    """The pairs of a token and one of its k experts, sorted by expert and then by token."""
+
+    order: jax.Array  # int32[N * k]: token * k + rank; pairs that go nowhere come last
+    counts: jax.Array  # int32[E]: pairs of each expert
+    firsts: jax.Array  # int32[E]: where each expert's begin in `order`
+
+
+def sort_pairs(experts: jax.Array, num_experts: int) -> Pairs:
+    """Pairs by expert, of int32[N, k] experts; those past the last one are nowhere."""
+    chosen = experts.reshape(-1)
+    order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
+    counts = jnp.zeros(num_experts, jnp.int32).at[chosen].add(1, mode="drop")
+    return Pairs(order, counts, jnp.cumsum(counts) - counts)
+
+
 def tile_size(num_tokens: int, num_experts: int, experts_per_token: int) -> int:
     """Tokens of a tile: about what an expert gets, so that tiles are neither many nor mostly empty."""
     mean = num_tokens * experts_per_token / num_experts
@@ -40,6 +60,14 @@ def tile_size(num_tokens: int, num_experts: int, experts_per_token: int) -> int:
     while size < min(mean, LARGEST_TILE):
         size *= 2
     return min(size, num_tokens)
+
+
+def take_expert(weights: ExpertWeights, expert: jax.Array) -> ExpertWeights:
+    """One expert's gate [d, F], up [d, F] and down [F, d]; for a loop whose step decides `expert`."""
+    # XLA's CPU compiler slices bfloat16 as float32. Without the barrier it converts all experts' weights, in
+    # front of the loop, in every call: 5 times as slow as what is here (scripts/bench_moe.py).
+    weights, expert = jax.lax.optimization_barrier((weights, expert))
+    return ExpertWeights(*(jax.lax.dynamic_index_in_dim(w, expert, 0, keepdims=False) for w in weights))
 
 
 def run_experts(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
@@ -52,24 +80,100 @@ def run_experts(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.A
     num_tokens, per_token = routing.experts.shape
     num_experts, total = weights.gate.shape[0], routing.experts.size
     size = tile_size(num_tokens, num_experts, per_token)
-    chosen = routing.experts.reshape(-1)
-    order = jnp.argsort(chosen, stable=True).astype(jnp.int32)  # pairs of a token and an expert, by expert
-    counts = jnp.zeros(num_experts, jnp.int32).at[chosen].add(1, mode="drop")
-    firsts = jnp.cumsum(counts) - counts
-    tiles = (counts + size - 1) // size
+    pairs = sort_pairs(routing.experts, num_experts)
+    tiles = (pairs.counts + size - 1) // size
     ends = jnp.cumsum(tiles)  # of each expert's tiles
 
     def run_tile(tile: jax.Array, y: jax.Array) -> jax.Array:
         expert = jnp.searchsorted(ends, tile, side="right").astype(jnp.int32)
-        gate, up, down = (jax.lax.dynamic_index_in_dim(w, expert, 0, keepdims=False) for w in weights)
+        gate, up, down = take_expert(weights, expert)
         done = (tile - (ends[expert] - tiles[expert])) * size  # of this expert's tokens
         slots = done + jnp.arange(size, dtype=jnp.int32)
-        pairs = order[jnp.minimum(firsts[expert] + slots, total - 1)]
-        tokens = jnp.where(slots < counts[expert], pairs // per_token, num_tokens)  # past the end: nobody
+        taken = pairs.order[jnp.minimum(pairs.firsts[expert] + slots, total - 1)]
+        # Past the end: nobody.
+        tokens = jnp.where(slots < pairs.counts[expert], taken // per_token, num_tokens)
         rows = jnp.take(x, tokens, axis=0, mode="clip")
         gated, linear = (multiply(rows, w).astype(x.dtype) for w in (gate, up))
         out = multiply(nn.silu(gated) * linear, down)
-        share = routing.weights.reshape(-1)[pairs]
+        share = routing.weights.reshape(-1)[taken]
         return y.at[tokens].add(share[:, None] * out, mode="drop")
 
     return jax.lax.fori_loop(0, ends[-1], run_tile, jnp.zeros(x.shape, jnp.float32))
+
+
+def run_experts_ragged(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
+    """`run_experts` in three ragged products over all pairs: what TPUs have an instruction for.
+
+    Where they are expanded into dense ones, as on CPU, experts that nobody wants are multiplied by zeros.
+    """
+    per_token = routing.experts.shape[1]
+    pairs = sort_pairs(routing.experts, weights.gate.shape[0])
+    tokens = pairs.order // per_token
+    # Rows past the last group have no expert, and what a product leaves in them is not defined: NaN maybe.
+    there = (jnp.arange(len(tokens)) < jnp.sum(pairs.counts))[:, None]
+
+    def product(rows: jax.Array, w: jax.Array) -> jax.Array:
+        precision = matmul_precision(w.dtype)
+        return jax.lax.ragged_dot(rows, w, pairs.counts, precision, jnp.float32)
+
+    rows = jnp.take(x, tokens, axis=0)
+    gated, linear = (product(rows, w).astype(x.dtype) for w in (weights.gate, weights.up))
+    out = product(nn.silu(gated) * linear, weights.down)
+    share = routing.weights.reshape(-1)[pairs.order]
+    return jnp.zeros(x.shape, jnp.float32).at[tokens].add(jnp.where(there, share[:, None] * out, 0.0))
+
+
+def expert_products(platform: str, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
+    """`run_experts` as `platform` ("cpu", "gpu", "tpu") does it fastest."""
+    run = run_experts_ragged if takes_ragged_experts(platform, x.shape[0]) else run_experts
+    return run(x, routing, weights)
+
+
+def run_sharded_experts(
+    x: jax.Array,
+    routing: Routing,
+    weights: ExpertWeights,
+    *,
+    mesh: Mesh,
+    batch_axes: tuple[str, ...],
+    expert_axes: tuple[str, ...],
+) -> jax.Array:
+    """The weighted sum of each token's experts, float32[B, T, d], wherever rows and experts live.
+
+    Each device runs its own experts on the tokens of its rows. Tokens travel only over axes that cut both:
+    there the rows of all devices are gathered, and their sums scattered again.
+
+    Args:
+      x: [B, T, d], rows over `batch_axes`. routing: [B, T, k], the same way.
+      weights: E experts, over `expert_axes`.
+      mesh: has both kinds of axes. `()` for what is whole on each device.
+    """
+    platform = mesh.devices.flat[0].platform
+
+    def run(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
+        flat = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), routing)
+        return expert_products(platform, x.reshape(-1, x.shape[-1]), flat, weights).reshape(x.shape)
+
+    if mesh.size == 1:
+        return run(x, routing, weights)
+    shared = tuple(axis for axis in expert_axes if axis in batch_axes)
+    others = tuple(axis for axis in expert_axes if axis not in batch_axes)
+
+    def run_shard(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
+        own = weights.gate.shape[0]
+        if shared:
+            x, routing = jax.lax.all_gather((x, routing), shared, axis=0, tiled=True)
+        first = jax.lax.axis_index(expert_axes) * own if expert_axes else 0
+        local = routing.experts - first
+        local = jnp.where((local >= 0) & (local < own), local, own)
+        y = run(x, Routing(local, routing.weights), weights)
+        if shared:
+            y = jax.lax.psum_scatter(y, shared, scatter_dimension=0, tiled=True)
+        return jax.lax.psum(y, others) if others else y
+
+    by_batch, by_expert = PartitionSpec(batch_axes or None), PartitionSpec(expert_axes or None)
+    # Shards run through different numbers of tiles: what varies over the mesh is not followed in loops.
+    sharded = jax.shard_map(
+        run_shard, mesh=mesh, in_specs=(by_batch, by_batch, by_expert), out_specs=by_batch, check_vma=False
+    )
+    return sharded(x, routing, weights)

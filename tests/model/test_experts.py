@@ -1,0 +1,127 @@
+"""Experts' products in every form: ragged, sharded and in bfloat16 as the loop over tiles has them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sv_jax.config import MoEConfig, UserError
+from sv_jax.model.experts import (
+    ExpertWeights,
+    Routing,
+    expert_products,
+    run_experts,
+    run_experts_ragged,
+    run_sharded_experts,
+)
+from sv_jax.sharding import DATA, LOGICAL_AXES, MODEL, make_sharding
+from tests.tiny import TINY, replace
+
+E, K, D, F = 8, 2, 16, 12
+tiles, ragged = jax.jit(run_experts), jax.jit(run_experts_ragged)
+
+
+def make_weights() -> ExpertWeights:
+    rng = np.random.default_rng(0)
+    shapes = (E, D, F), (E, D, F), (E, F, D)
+    return ExpertWeights(*[rng.normal(size=shape).astype(np.float32) * 0.3 for shape in shapes])
+
+
+def make_inputs(*shape: int, dead: float = 0.0) -> tuple[np.ndarray, Routing]:
+    """x [*shape, D] and a random routing, a share of whose tokens goes nowhere."""
+    rng = np.random.default_rng(sum(shape))
+    experts = np.argsort(rng.random((*shape, E)), axis=-1)[..., :K].astype(np.int32)
+    experts[rng.random(shape) < dead] = E
+    return rng.normal(size=(*shape, D)).astype(np.float32), Routing(
+        experts, rng.random((*shape, K), np.float32)
+    )
+
+
+@pytest.mark.parametrize("kind", ["all to one", "nowhere", "ragged"])
+def test_ragged_products_are_the_loop(kind):
+    x, routing = make_inputs(70, dead=0.3)
+    if kind == "all to one":
+        routing.experts[:] = [[5, 2]]
+    if kind == "nowhere":
+        routing.experts[:] = E
+    got, expected = ragged(x, routing, make_weights()), tiles(x, routing, make_weights())
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    assert (np.abs(expected).max() > 0.1) == (kind != "nowhere")
+
+
+def test_padding_brings_nothing_into_ragged_products(monkeypatch):
+    """Tokens that go nowhere are NaN, and products leave NaN in their rows: it goes no further."""
+
+    def undefined_past_the_end(rows, w, group_sizes, *arguments):
+        past = jnp.arange(len(rows)) >= jnp.sum(group_sizes)
+        return jnp.where(past[:, None], jnp.nan, ragged_dot(rows, w, group_sizes, *arguments))
+
+    ragged_dot = jax.lax.ragged_dot
+    x, routing = make_inputs(70, dead=0.3)
+    dead = (routing.experts == E).all(axis=-1)
+    expected = np.asarray(ragged(x, routing, make_weights()))
+    monkeypatch.setattr(jax.lax, "ragged_dot", undefined_past_the_end)
+    got = jax.jit(lambda *a: run_experts_ragged(*a))(
+        np.where(dead[:, None], np.nan, x), routing, make_weights()
+    )
+    np.testing.assert_array_equal(got, expected)
+    assert 5 < dead.sum() < 65 and not expected[dead].any()
+
+
+def test_which_products_a_platform_takes():
+    def primitives(platform: str, tokens: int) -> str:
+        x, routing = make_inputs(tokens)
+        return str(
+            jax.make_jaxpr(functools.partial(expert_products, platform))(x, routing, make_weights()).jaxpr
+        )
+
+    for platform, tokens, is_ragged in [("tpu", 65, True), ("tpu", 64, False), ("cpu", 65, False)]:
+        text = primitives(platform, tokens)
+        assert ("ragged_dot" in text, "while[" in text) == (is_ragged, not is_ragged), (platform, tokens)
+
+
+def test_bfloat16_experts_are_not_converted_together():
+    """The loop needs one expert's weights beside the arrays that are there, not all of them in float32."""
+    experts, size = 64, 64
+    shapes = ((experts, size, size),) * 3
+    weights = ExpertWeights(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
+    routing = Routing(jax.ShapeDtypeStruct((8, K), jnp.int32), jax.ShapeDtypeStruct((8, K), jnp.float32))
+    compiled = tiles.lower(jax.ShapeDtypeStruct((8, size), jnp.bfloat16), routing, weights).compile()
+    one_array = experts * size * size * 2
+    assert compiled.memory_analysis().temp_size_in_bytes < one_array / 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "expert_axes"),
+    [(shape, axes) for shape in ((1, 2), (2, 2), (4, 2)) for axes in ((MODEL,), (DATA, MODEL))]
+    + [((2, 2), (DATA,)), ((2, 2), ())],
+    ids=str,
+)
+def test_the_same_wherever_experts_live(shape, expert_axes):
+    mesh = make_sharding(TINY, shape).mesh
+    x, routing = make_inputs(4, 5, dead=0.3)
+    flat = Routing(*(a.reshape(20, K) for a in routing))
+    expected = np.asarray(tiles(x.reshape(20, D), flat, make_weights())).reshape(x.shape)
+    run = jax.jit(
+        functools.partial(run_sharded_experts, mesh=mesh, batch_axes=(DATA,), expert_axes=expert_axes)
+    )
+    got = run(x, routing, make_weights())
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    assert got.sharding.shard_shape(got.shape)[0] == 4 // shape[0] and np.abs(expected).max() > 0.1
+
+
+def test_experts_over_both_axes_have_to_divide_by_all_devices(monkeypatch):
+    config = replace(TINY, hidden_size=D, moe=MoEConfig(E, K, F, norm_topk_prob=True))
+    monkeypatch.setitem(LOGICAL_AXES, "experts", (DATA, MODEL))
+    sharding = make_sharding(config, (4, 2))
+    assert sharding.mesh_axes("experts") == (DATA, MODEL) and sharding.mesh_axes("all_experts") == ()
+    cut = sharding.named("experts", None, None).shard_shape((E, D, F))
+    assert cut == (1, D, F)
+    six = replace(config, moe=MoEConfig(6, K, F, norm_topk_prob=True))
+    with pytest.raises(UserError, match="a mesh of 2x2 = 4 devices does not divide num_experts=6; allowed: "):
+        make_sharding(six, (2, 2))
+    monkeypatch.undo()
+    make_sharding(six, (2, 2))
