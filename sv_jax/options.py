@@ -178,6 +178,11 @@ class GenerateOptions:
         "what becomes of a token's experts outside of the shortlist: dropped, or replaced from inside",
         choices=OUTSIDE,
     )
+    expert_capacity: float | None = sparse_option(
+        "X",
+        "most tokens of a step that an expert takes, in even shares; others lose it (default: all are taken)",
+        range=EXPERT_RANGES["capacity_factor"],
+    )
     dtype: str | None = declare(
         None,
         "text",

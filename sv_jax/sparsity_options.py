@@ -31,6 +31,7 @@ EXPERTS = {
     "skip_reading": "reading",
     "expert_shortlist": "shortlist",
     "shortlist_outside": "outside",
+    "expert_capacity": "capacity_factor",
 }
 SPARSE_ONLY = ("sparsity", *ATTENTION, *FFN, *EXPERTS)  # options that dense verification does not read
 

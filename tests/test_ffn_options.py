@@ -38,6 +38,7 @@ SPELLINGS = [
     ("skip_experts", ["--skip-experts", "3"], "skip-experts = 3", 3),
     ("skip_reading", ["--skip-reading", "largest"], 'skip-reading = "largest"', "largest"),
     ("expert_shortlist", ["--expert-shortlist", "20"], "expert-shortlist = 20", 20),
+    ("expert_capacity", ["--expert-capacity", "1.5"], "expert-capacity = 1.5", 1.5),
     ("shortlist_outside", ["--shortlist-outside", "repick"], 'shortlist-outside = "repick"', "repick"),
 ]
 
@@ -102,7 +103,7 @@ BAD = [
     ("[ffn]\nthresholds = [0]\ndense-layers = [1, 1]", r"ffn dense-layers \[1, 1\] names a layer twice"),
     (
         "[experts]",
-        "experts leave nothing out; allowed: experts-per-token, max-skipped, shortlist, or several",
+        "experts leave nothing out; allowed: experts-per-token, max-skipped, shortlist, cap",
     ),
     ("[experts]\nshortlist = 0", "experts shortlist 0 is not allowed; allowed: a whole number of at least 1"),
     ("[experts]\nmax-skipped = 2", "experts max-skipped 2 without betas; allowed: with the betas of a"),
@@ -118,7 +119,7 @@ BAD = [
         "experts reading 'x' is not allowed; allowed: first, largest",
     ),
     ("[experts]\nshortlist = 2\nrenormalise = 1", "experts renormalise 1 is not allowed; allowed: true, fal"),
-    ("[experts]\nshort = 2", r"unknown key 'short' in \[experts\]; allowed: betas, experts_per_token"),
+    ("[experts]\nshort = 2", r"unknown key 'short' in \[experts\]; allowed: betas, capacity_factor"),
     ("[moe]", "unknown key 'moe'; allowed: attention, ffn, experts, provenance"),
 ]
 

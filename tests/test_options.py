@@ -67,6 +67,7 @@ def test_defaults():
         "skip_reading": None,
         "expert_shortlist": None,
         "shortlist_outside": None,
+        "expert_capacity": None,
         "dtype": None,
         "max_model_len": None,
         "max_batch_size": 16,

@@ -83,7 +83,8 @@ def weight_channels(
     """Vectors of hidden_size numbers that steps read: one a channel of gate, of up and of down.
 
     Args:
-      experts: that the steps read, over layers.
+      experts: that the steps read, over layers. Which layers' is not known: where a shared budget leaves some
+        layers dense, all experts count as read in full.
     """
 
     def network(size: int, layer: int, shards: int = shards) -> int:
@@ -100,5 +101,7 @@ def weight_channels(
         elif model.moe.shared_expert_size:
             total += steps * network(model.moe.shared_expert_size, layer)
     if model.moe is not None:
-        total += experts * 3 * model.moe.expert_size
+        size = model.moe.expert_size
+        dearest = max((network(size, layer, 1) for layer in moe_layers), default=0)
+        total += experts * dearest
     return total

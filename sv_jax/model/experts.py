@@ -17,7 +17,16 @@ from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels.cache_attention.reference import matmul_precision
 from pallas_kernels.platform import takes_ragged_experts
-from sv_jax.model.layers import multiply
+from sv_jax.model.ffn import (
+    ChannelReads,
+    LayerChannels,
+    all_channels,
+    channel_votes,
+    keep_channels,
+    masked_channels,
+    rank_channels,
+)
+from sv_jax.model.layers import multiply, take_channels
 
 SMALLEST_TILE, LARGEST_TILE = 8, 128  # tokens
 
@@ -70,12 +79,16 @@ def take_expert(weights: ExpertWeights, expert: jax.Array) -> ExpertWeights:
     return ExpertWeights(*(jax.lax.dynamic_index_in_dim(w, expert, 0, keepdims=False) for w in weights))
 
 
-def run_experts(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
-    """The weighted sum of each token's experts, float32[N, d].
+def run_experts(
+    x: jax.Array, routing: Routing, weights: ExpertWeights, channels: LayerChannels | None = None
+) -> tuple[jax.Array, ChannelReads | None]:
+    """The weighted sum of each token's experts, float32[N, d], and what was used of their channels.
 
     Args:
       x: [N, d]. routing: of N tokens, [N, k] each, with experts from 0; those past the last one are nowhere.
       weights: E experts.
+      channels: which ones experts leave out, each for itself and, where tokens share them, each tile's; None:
+        none, and nothing is counted.
     """
     num_tokens, per_token = routing.experts.shape
     num_experts, total = weights.gate.shape[0], routing.experts.size
@@ -84,21 +97,54 @@ def run_experts(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.A
     tiles = (pairs.counts + size - 1) // size
     ends = jnp.cumsum(tiles)  # of each expert's tiles
 
-    def run_tile(tile: jax.Array, y: jax.Array) -> jax.Array:
+    def run_tile(tile: jax.Array, carry: Carry) -> Carry:
+        y, reads = carry
         expert = jnp.searchsorted(ends, tile, side="right").astype(jnp.int32)
-        gate, up, down = take_expert(weights, expert)
         done = (tile - (ends[expert] - tiles[expert])) * size  # of this expert's tokens
         slots = done + jnp.arange(size, dtype=jnp.int32)
+        there = slots < pairs.counts[expert]
         taken = pairs.order[jnp.minimum(pairs.firsts[expert] + slots, total - 1)]
-        # Past the end: nobody.
-        tokens = jnp.where(slots < pairs.counts[expert], taken // per_token, num_tokens)
+        tokens = jnp.where(there, taken // per_token, num_tokens)  # past the end: nobody
         rows = jnp.take(x, tokens, axis=0, mode="clip")
-        gated, linear = (multiply(rows, w).astype(x.dtype) for w in (gate, up))
-        out = multiply(nn.silu(gated) * linear, down)
+        out, tile_reads = run_network(rows, take_expert(weights, expert), there, channels)
         share = routing.weights.reshape(-1)[taken]
-        return y.at[tokens].add(share[:, None] * out, mode="drop")
+        y = y.at[tokens].add(share[:, None] * out, mode="drop")
+        return y, jax.tree.map(jnp.add, reads, tile_reads)
 
-    return jax.lax.fori_loop(0, ends[-1], run_tile, jnp.zeros(x.shape, jnp.float32))
+    none = None if channels is None else ChannelReads(*[jnp.int32(0)] * len(ChannelReads._fields))
+    return jax.lax.fori_loop(0, ends[-1], run_tile, (jnp.zeros(x.shape, jnp.float32), none))
+
+
+Carry = tuple[jax.Array, ChannelReads | None]
+
+
+def run_network(
+    rows: jax.Array, weights: ExpertWeights, there: jax.Array, channels: LayerChannels | None
+) -> tuple[jax.Array, ChannelReads | None]:
+    """One expert's network on its tokens, float32[n, d].
+
+    Args:
+      rows: [n, d]. weights: gate [d, F], up [d, F], down [F, d]. there: bool[n], rows that count.
+    """
+    gate, up, down = weights
+    activated = nn.silu(multiply(rows, gate).astype(rows.dtype))
+    if channels is not None and channels.rule in ("shared", "oracle"):
+        size = gate.shape[1]
+        votes = channel_votes(activated, there) if channels.votes is None else channels.votes[:size]
+        if channels.rule == "oracle":
+            votes = channel_votes(activated * multiply(rows, up).astype(rows.dtype), there)
+        count = channels.count(size)
+        chosen = rank_channels(votes, count, 1)
+        up, activated = (take_channels(a, chosen, axis=1) for a in (up, activated))
+        product = activated * multiply(rows, up).astype(rows.dtype)
+        used, whole = all_channels(count, there), all_channels(size, there)
+        reads = whole._replace(used=used.used, wanted=used.wanted)
+        return multiply(product, take_channels(down, chosen, axis=0)), reads
+    product = activated * multiply(rows, up).astype(rows.dtype)
+    if channels is None:
+        return multiply(product, down), None
+    product, kept = keep_channels(channels, activated, product)
+    return multiply(product, down), masked_channels(kept, there)
 
 
 def run_experts_ragged(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
@@ -123,22 +169,31 @@ def run_experts_ragged(x: jax.Array, routing: Routing, weights: ExpertWeights) -
     return jnp.zeros(x.shape, jnp.float32).at[tokens].add(jnp.where(there, share[:, None] * out, 0.0))
 
 
-def expert_products(platform: str, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
+def expert_products(
+    platform: str,
+    x: jax.Array,
+    routing: Routing,
+    weights: ExpertWeights,
+    channels: LayerChannels | None = None,
+) -> tuple[jax.Array, ChannelReads | None]:
     """`run_experts` as `platform` ("cpu", "gpu", "tpu") does it fastest."""
-    run = run_experts_ragged if takes_ragged_experts(platform, x.shape[0]) else run_experts
-    return run(x, routing, weights)
+    if channels is None and takes_ragged_experts(platform, x.shape[0]):
+        return run_experts_ragged(x, routing, weights), None
+    return run_experts(x, routing, weights, channels)
 
 
 def run_sharded_experts(
     x: jax.Array,
     routing: Routing,
     weights: ExpertWeights,
+    channels: LayerChannels | None = None,
     *,
     mesh: Mesh,
     batch_axes: tuple[str, ...],
     expert_axes: tuple[str, ...],
-) -> jax.Array:
-    """The weighted sum of each token's experts, float32[B, T, d], wherever rows and experts live.
+) -> tuple[jax.Array, ChannelReads | None]:
+    """The weighted sum of each token's experts, float32[B, T, d], wherever rows and experts live; and what
+    was used of their channels on all devices, see `run_experts`.
 
     Each device runs its own experts on the tokens of its rows. Tokens travel only over axes that cut both:
     there the rows of all devices are gathered, and their sums scattered again.
@@ -150,30 +205,43 @@ def run_sharded_experts(
     """
     platform = mesh.devices.flat[0].platform
 
-    def run(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
+    def run(
+        x: jax.Array, routing: Routing, weights: ExpertWeights, channels: LayerChannels | None
+    ) -> tuple[jax.Array, ChannelReads | None]:
         flat = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), routing)
-        return expert_products(platform, x.reshape(-1, x.shape[-1]), flat, weights).reshape(x.shape)
+        y, reads = expert_products(platform, x.reshape(-1, x.shape[-1]), flat, weights, channels)
+        return y.reshape(x.shape), reads
 
     if mesh.size == 1:
-        return run(x, routing, weights)
+        return run(x, routing, weights, channels)
     shared = tuple(axis for axis in expert_axes if axis in batch_axes)
     others = tuple(axis for axis in expert_axes if axis not in batch_axes)
+    every = (*batch_axes, *others)
 
-    def run_shard(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
+    def run_shard(
+        x: jax.Array, routing: Routing, weights: ExpertWeights, channels: LayerChannels | None
+    ) -> tuple[jax.Array, ChannelReads | None]:
         own = weights.gate.shape[0]
         if shared:
             x, routing = jax.lax.all_gather((x, routing), shared, axis=0, tiled=True)
         first = jax.lax.axis_index(expert_axes) * own if expert_axes else 0
         local = routing.experts - first
         local = jnp.where((local >= 0) & (local < own), local, own)
-        y = run(x, Routing(local, routing.weights), weights)
+        y, reads = run(x, Routing(local, routing.weights), weights, channels)
         if shared:
             y = jax.lax.psum_scatter(y, shared, scatter_dimension=0, tiled=True)
-        return jax.lax.psum(y, others) if others else y
+        if reads is not None and every:
+            reads = jax.lax.psum(reads, every)
+        return jax.lax.psum(y, others) if others else y, reads
 
     by_batch, by_expert = PartitionSpec(batch_axes or None), PartitionSpec(expert_axes or None)
+    everywhere = PartitionSpec()
     # Shards run through different numbers of tiles: what varies over the mesh is not followed in loops.
     sharded = jax.shard_map(
-        run_shard, mesh=mesh, in_specs=(by_batch, by_batch, by_expert), out_specs=by_batch, check_vma=False
+        run_shard,
+        mesh=mesh,
+        in_specs=(by_batch, by_batch, by_expert, everywhere),
+        out_specs=(by_batch, everywhere),
+        check_vma=False,
     )
-    return sharded(x, routing, weights)
+    return sharded(x, routing, weights, channels)

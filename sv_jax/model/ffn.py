@@ -80,9 +80,10 @@ def channel_votes(measure: jax.Array, live: jax.Array) -> jax.Array:
     """float32[F]: how much each channel matters to all tokens together.
 
     Args:
-      measure: [B, T, F]. live: bool[B, T]: tokens that have a say.
+      measure: [.., F]. live: bool[..]: tokens that have a say.
     """
-    return jnp.sum(jnp.where(live[..., None], jnp.abs(measure.astype(jnp.float32)), 0.0), axis=(0, 1))
+    votes = jnp.where(live[..., None], jnp.abs(measure.astype(jnp.float32)), 0.0)
+    return jnp.sum(votes, axis=tuple(range(live.ndim)))
 
 
 def rank_channels(votes: jax.Array, count: int, shards: int) -> jax.Array:

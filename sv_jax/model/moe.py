@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from sv_jax.config import ModelConfig, MoEConfig
-from sv_jax.model.experts import ExpertWeights, Routing, run_experts
+from sv_jax.model.experts import ExpertWeights, Routing, run_sharded_experts
 from sv_jax.model.ffn import ChannelReads, FeedForward, LayerChannels
 from sv_jax.model.layers import Linear, parameter
-from sv_jax.sharding import MODEL, Sharding
+from sv_jax.sharding import Sharding
 
 
 class ExpertReads(NamedTuple):
@@ -92,41 +92,34 @@ class MoE(nn.Module):
         routing = wanted = route(probabilities, moe, live)
         if choose is not None:
             routing = choose(probabilities, wanted)
-        y = self._run(x, routing, Experts(moe, x.shape[-1], self.dtype, name="experts")())
-        channel_reads = None
+        weights = Experts(moe, x.shape[-1], self.dtype, name="experts")()
+        y, channel_reads = self._run(x, routing, weights, channels)
         if moe.shared_expert_size:
             size = moe.shared_expert_size
             network = FeedForward(self.config, self.dtype, self.sharding, size, name="shared")
-            shared, channel_reads = network(x, live, channels)
+            shared, shared_reads = network(x, live, channels)
+            if shared_reads is not None and channel_reads is not None:
+                channel_reads = jax.tree.map(jnp.add, channel_reads, shared_reads)
             gate = Linear(1, ("embed", "one"), dtype=self.dtype, output_dtype="float32", name="shared_gate")
             y = y + jax.nn.sigmoid(gate(x)) * shared.astype(jnp.float32)
         expert_reads = count_experts(routing, wanted, moe.num_experts) if counted else None
         return y.astype(self.dtype), FFNReads(expert_reads, channel_reads)
 
-    def _run(self, x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
+    def _run(
+        self, x: jax.Array, routing: Routing, weights: ExpertWeights, channels: LayerChannels | None
+    ) -> tuple[jax.Array, ChannelReads | None]:
         if self.is_initializing():  # shapes alone; the batch may not divide by the mesh
-            return x.astype(jnp.float32)
-
-        def run(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
-            flat = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), routing)
-            return run_experts(x.reshape(-1, x.shape[-1]), flat, weights).reshape(x.shape)
-
-        if self.sharding.mesh.size == 1:
-            return run(x, routing, weights)
-
-        def run_shard(x: jax.Array, routing: Routing, weights: ExpertWeights) -> jax.Array:
-            own = weights.gate.shape[0]
-            local = routing.experts - jax.lax.axis_index(MODEL) * own
-            local = jnp.where((local >= 0) & (local < own), local, own)
-            return jax.lax.psum(run(x, Routing(local, routing.weights), weights), MODEL)
-
-        by_batch = self.sharding.spec("batch", None, None)
-        in_specs = (by_batch, by_batch, self.sharding.spec("experts"))
-        # Shards run through different numbers of tiles: what varies over the mesh is not followed in loops.
-        sharded = jax.shard_map(
-            run_shard, mesh=self.sharding.mesh, in_specs=in_specs, out_specs=by_batch, check_vma=False
+            return x.astype(jnp.float32), None
+        sharding = self.sharding
+        return run_sharded_experts(
+            x,
+            routing,
+            weights,
+            channels,
+            mesh=sharding.mesh,
+            batch_axes=sharding.mesh_axes("batch"),
+            expert_axes=sharding.mesh_axes("experts"),
         )
-        return sharded(x, routing, weights)
 
 
 class Experts(nn.Module):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from sv_jax.config import ModelConfig, UserError
+from sv_jax.model.capacity import drop_beyond_capacity, expert_capacity
 from sv_jax.model.choices import ExpertChooser
 from sv_jax.model.experts import Routing
 from sv_jax.sparsity.ffn_config import ExpertSparsity
@@ -28,6 +29,7 @@ class ExpertPlan:
     shortlist: jax.Array | None  # int32[]; None: there is none
     reading: str = dataclasses.field(metadata={"static": True})
     outside: str = dataclasses.field(metadata={"static": True})
+    capacity_factor: float | None = dataclasses.field(metadata={"static": True})
     renormalise: bool = dataclasses.field(metadata={"static": True})
     num_experts: int = dataclasses.field(metadata={"static": True})
 
@@ -64,6 +66,7 @@ def plan_experts(sparsity: ExpertSparsity, model: ModelConfig) -> ExpertPlan:
         shortlist=number(sparsity.shortlist),
         reading=sparsity.reading,
         outside=sparsity.outside,
+        capacity_factor=sparsity.capacity_factor,
         renormalise=sparsity.renormalise,
         num_experts=moe.num_experts,
     )
@@ -161,6 +164,14 @@ def choose_experts(plan: ExpertPlan, voter: Voter | None = None) -> ExpertChoose
     size = plan.num_experts
 
     def choose(layer: int, probabilities: jax.Array, routing: Routing) -> Routing:
+        chosen = choose_freely(layer, probabilities, routing)
+        if plan.capacity_factor is None:
+            return chosen
+        room = expert_capacity(plan.capacity_factor, routing, size)
+        within, _ = drop_beyond_capacity(chosen, size, room)
+        return keep_experts(chosen, within.experts < size, size, renormalise=plan.renormalise)
+
+    def choose_freely(layer: int, probabilities: jax.Array, routing: Routing) -> Routing:
         rank = jnp.arange(routing.experts.shape[-1], dtype=jnp.int32)
         count = jnp.broadcast_to(plan.experts_per_token, routing.experts.shape[:-1])
         if plan.betas is not None:
@@ -200,6 +211,10 @@ def describe_experts(plan: ExpertPlan, model: ModelConfig) -> list[str]:
         rules.append(
             f"all tokens of a step share a list of {int(plan.shortlist)} of {plan.num_experts} experts a "
             f"layer, by their votes; a token's experts outside are {then}"
+        )
+    if plan.capacity_factor is not None:
+        rules.append(
+            f"an expert takes at most {plan.capacity_factor:g} times its even share of a step's tokens"
         )
     weights = "scaled to their old sum" if plan.renormalise else "as they were"
     return [f"sparse experts in verification: {'; '.join(rules)}; weights that are left are {weights}"]

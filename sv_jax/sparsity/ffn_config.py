@@ -29,6 +29,7 @@ EXPERT_RANGES: dict[str, Range] = {
     "experts_per_token": _COUNT,
     "max_skipped": _COUNT,
     "shortlist": _COUNT,
+    "capacity_factor": Range(float, lambda value: 0 < value <= 1000, "a number above 0, up to 1000"),
 }
 
 
@@ -91,6 +92,8 @@ class ExpertSparsity:
       shortlist, outside: the step's tokens vote with their weights, and only the `shortlist` experts of a
         layer with most votes are read. A token's experts outside of it are dropped ("truncate"), or it
         takes its k best inside ("repick").
+      capacity_factor: an expert takes no more than ceil(capacity_factor * tokens * k / experts) tokens of a
+        step, the first ones; others lose it. Without it no token is ever dropped.
     renormalise: what is left of a token's weights is scaled to the sum that they had (the paper's figure).
 
     Raises:
@@ -103,6 +106,7 @@ class ExpertSparsity:
     reading: str = "first"
     shortlist: int | None = None
     outside: str = "truncate"
+    capacity_factor: float | None = None
     renormalise: bool = True
 
     def __post_init__(self) -> None:
@@ -132,5 +136,6 @@ class ExpertSparsity:
             object.__setattr__(self, "betas", rows)
         if all(getattr(self, name) is None for name in EXPERT_RANGES):
             raise UserError(
-                "experts leave nothing out; allowed: experts-per-token, max-skipped, shortlist, or several"
+                "experts leave nothing out; allowed: experts-per-token, max-skipped, shortlist, "
+                "capacity-factor, or several"
             )

@@ -16,11 +16,12 @@ from sv_jax.model.experts import (
     run_experts_ragged,
     run_sharded_experts,
 )
+from sv_jax.model.ffn import LayerChannels
 from sv_jax.sharding import DATA, LOGICAL_AXES, MODEL, make_sharding
 from tests.tiny import TINY, replace
 
 E, K, D, F = 8, 2, 16, 12
-tiles, ragged = jax.jit(run_experts), jax.jit(run_experts_ragged)
+tiles, ragged = jax.jit(lambda *arguments: run_experts(*arguments)[0]), jax.jit(run_experts_ragged)
 
 
 def make_weights() -> ExpertWeights:
@@ -108,9 +109,45 @@ def test_the_same_wherever_experts_live(shape, expert_axes):
     run = jax.jit(
         functools.partial(run_sharded_experts, mesh=mesh, batch_axes=(DATA,), expert_axes=expert_axes)
     )
-    got = run(x, routing, make_weights())
+    got, reads = run(x, routing, make_weights())
+    assert reads is None
     np.testing.assert_allclose(got, expected, atol=1e-5)
     assert got.sharding.shard_shape(got.shape)[0] == 4 // shape[0] and np.abs(expected).max() > 0.1
+
+
+@pytest.mark.parametrize("rule", ["gate", "product", "shared"])
+def test_channels_inside_experts(rule):
+    """Against a loop over the experts, each with its own tokens; on a mesh every shard counts its own."""
+    x, routing = make_inputs(4, 5, dead=0.3)
+    flat = Routing(*(a.reshape(20, K) for a in routing))
+    weights = make_weights()
+    channels = LayerChannels(jnp.float32(0.3), None, rule, 0.5)
+    expected, counts = np.zeros((20, D)), np.zeros(4, int)
+    for expert in range(E):
+        tokens, ranks = np.nonzero(flat.experts == expert)
+        for first in range(0, len(tokens), 8):  # tiles
+            own = tokens[first : first + 8]
+            rows = x.reshape(20, D)[own].astype(np.float64)
+            gate, up, down = (w[expert].astype(np.float64) for w in weights)
+            activated = rows @ gate / (1 + np.exp(-(rows @ gate)))
+            product = activated * (rows @ up)
+            kept = abs(activated if rule == "gate" else product) >= 0.3
+            if rule == "shared":
+                kept = np.zeros((len(own), F), bool)
+                kept[:, np.argsort(-abs(activated).sum(0))[: F // 2]] = True
+            share = flat.weights[own, ranks[first : first + 8]][:, None]
+            np.add.at(expected, own, share * (np.where(kept, product, 0) @ down))
+            counts += [kept.sum(), kept.size, kept.any(0).sum(), F]
+    got, reads = jax.jit(run_experts)(x.reshape(20, D), flat, weights, channels)
+    np.testing.assert_allclose(got, expected, atol=1e-4)
+    assert [int(n) for n in reads] == counts.tolist() and 0 < counts[0] < counts[1]
+    mesh = make_sharding(TINY, (2, 2)).mesh
+    run = functools.partial(run_sharded_experts, mesh=mesh, batch_axes=(DATA,), expert_axes=(MODEL,))
+    got, reads = jax.jit(run)(x, routing, weights, channels)
+    assert reads.used <= reads.most_used == counts[1]
+    if rule != "shared":  # there each device's tokens have a set of their own
+        np.testing.assert_allclose(got.reshape(20, D), expected, atol=1e-4)
+        assert reads.used == counts[0]
 
 
 def test_experts_over_both_axes_have_to_divide_by_all_devices(monkeypatch):

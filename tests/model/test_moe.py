@@ -17,7 +17,7 @@ from tests.tiny import TINY, replace
 
 E, K, D, F = 6, 2, 16, 12
 MOE = MoEConfig(E, K, F, norm_topk_prob=False)
-run = jax.jit(run_experts)
+run = jax.jit(lambda *arguments: run_experts(*arguments)[0])
 CONFIG = replace(TINY, hidden_size=D, moe=MOE)
 
 

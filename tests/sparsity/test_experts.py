@@ -136,6 +136,7 @@ ALL = [
     {"max_skipped": 3, "betas": [[0.0] * 3] * 2},
     {"shortlist": E},
     {"shortlist": E, "outside": "repick"},
+    {"capacity_factor": 2 * E / K},
 ]
 
 
@@ -176,6 +177,18 @@ def test_no_more_experts_than_the_list_has(outside):
             assert ((experts < E).sum(-1).reshape(-1)[[0, 5]] == min(size, K)).all()
         # No expert twice.
         assert all(len(set(t[t < E])) == (t < E).sum() for t in experts.reshape(-1, K))
+
+
+def test_a_capacity_drops_and_counts():
+    """Nine tokens, each with four experts of eight: an even share is 4.5 tokens."""
+    for factor, room in [(0.5, 3), (1.0, 5)]:
+        routing, got = choose(capacity_factor=factor)
+        before, after = (
+            np.bincount(np.asarray(r.experts).ravel(), minlength=E + 1)[:E] for r in (routing, got)
+        )
+        assert after.tolist() == np.minimum(before, room).tolist()
+        reads = count_experts(got, routing, E)
+        assert int(reads.pairs - reads.kept) == np.maximum(before - room, 0).sum() > 0
 
 
 def test_what_was_read():
