@@ -8,6 +8,7 @@ prefill take three ragged products instead (`pallas_kernels/platform.py` decides
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -28,7 +29,7 @@ from sv_jax.model.ffn import (
 )
 from sv_jax.model.layers import multiply, take_channels
 
-SMALLEST_TILE, LARGEST_TILE = 8, 128  # tokens
+TILE_STEP, LARGEST_TILE = 8, 256  # tokens
 
 
 class Routing(NamedTuple):
@@ -63,18 +64,22 @@ def sort_pairs(experts: jax.Array, num_experts: int) -> Pairs:
 
 
 def tile_size(num_tokens: int, num_experts: int, experts_per_token: int) -> int:
-    """Tokens of a tile: about what an expert gets, so that tiles are neither many nor mostly empty."""
+    """Tokens of a tile: what an expert gets and a little more, so that most need one tile, hardly empty.
+
+    The little is a standard deviation of what experts get from an even router. Many tokens are cut into equal
+    tiles of at most LARGEST_TILE.
+    """
     mean = num_tokens * experts_per_token / num_experts
-    size = SMALLEST_TILE
-    while size < min(mean, LARGEST_TILE):
-        size *= 2
+    room = mean + math.sqrt(mean)
+    tiles = math.ceil(room / LARGEST_TILE)
+    size = TILE_STEP * math.ceil(room / tiles / TILE_STEP)
     return min(size, num_tokens)
 
 
 def take_expert(weights: ExpertWeights, expert: jax.Array) -> ExpertWeights:
     """One expert's gate [d, F], up [d, F] and down [F, d]; for a loop whose step decides `expert`."""
     # XLA's CPU compiler slices bfloat16 as float32. Without the barrier it converts all experts' weights, in
-    # front of the loop, in every call: 5 times as slow as what is here (scripts/bench_moe.py).
+    # front of the loop, in every call: 6 times as slow as what is here (scripts/bench_moe.py).
     weights, expert = jax.lax.optimization_barrier((weights, expert))
     return ExpertWeights(*(jax.lax.dynamic_index_in_dim(w, expert, 0, keepdims=False) for w in weights))
 

@@ -108,7 +108,8 @@ def test_router(normalised):
 
 def test_tiles():
     assert tile_size(8, 128, 8) == 8 and tile_size(3, 128, 8) == 3  # a verify step: one tile an active expert
-    assert tile_size(256, 128, 8) == 16 and tile_size(100_000, 8, 2) == 128
+    assert tile_size(256, 128, 8) == 24 and tile_size(512, 128, 8) == 40  # a mean of 16, 32
+    assert tile_size(100_000, 8, 2) == 256 and tile_size(1200, 8, 2) == 160
 
 
 @functools.cache
