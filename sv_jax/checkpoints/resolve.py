@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import sys
@@ -10,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sv_jax.checkpoints import cache as caches
-from sv_jax.checkpoints import gguf_convert, hub, safetensors_io, wheels
+from sv_jax.checkpoints import gguf_convert, hub, moe_cut, safetensors_io, wheels
 from sv_jax.checkpoints.hf_config import read_config, read_json
-from sv_jax.checkpoints.registry import REGISTRY
+from sv_jax.checkpoints.registry import DERIVED, NAMES, REGISTRY, Derived
 from sv_jax.checkpoints.tokenizer import Tokenizer, special_tokens, token_id
 from sv_jax.config import ModelConfig, UserError
 
@@ -26,7 +27,7 @@ class Checkpoint:
     directory: Hugging Face layout (config.json, *.safetensors, tokenizer.json, ...).
     eos_token_ids: generation_config.json's, else config.json's, else the tokenizer's; () if none.
     provenance: one line for tables, e.g. "smollm2-135m, dequantised from the published GGUF (...)".
-    sha256: of the file that the directory was converted from; None: unknown.
+    sha256: of the file that the directory was converted from, or derived with; None: unknown.
     """
 
     directory: Path
@@ -66,6 +67,8 @@ def resolve(
     path = Path(model).expanduser()
     if model in REGISTRY:
         return _from_registry(model, dtype, cache, progress, notify)
+    if model in DERIVED:
+        return _from_derived(model, DERIVED[model], dtype, cache, progress, notify)
     if path.is_dir():
         return _from_directory(path, f"{model}, local directory")
     if path.is_file():
@@ -75,7 +78,7 @@ def resolve(
     if hub.is_hub_id(model):
         return _from_directory(hub.fetch(model), f"{model}, from the hub")
     raise UserError(
-        f"unknown model {model!r}: known names are {', '.join(REGISTRY)}, "
+        f"unknown model {model!r}: known names are {', '.join(NAMES)}, "
         "or a directory, a .gguf file, or a hub id org/name"
     )
 
@@ -117,6 +120,27 @@ def _from_registry(name: str, dtype: str, cache: Path, progress: bool, notify) -
     return _convert(gguf, cache / directory, dtype, record, cache, progress)
 
 
+def _from_derived(
+    name: str, entry: Derived, dtype: str, cache: Path, progress: bool, notify: Callable[[str], None]
+) -> Checkpoint:
+    notify = functools.cache(notify)  # the base and what is made of it go to the same place
+    digest = wheels.file_sha256(entry.cut)
+    version = f"v{gguf_convert.CONVERTER_VERSION}.{moe_cut.CUT_VERSION}"
+    directory = Path("converted") / f"{name}-{dtype}-{version}-{digest[:12]}"
+    if found := _find_converted(directory, cache):
+        return found
+    base = _from_registry(entry.base, dtype, cache, progress, notify)
+    cache = caches.writable_cache(cache, notify)
+    line = f"{name}, cut by sv_jax from {base.provenance}"
+    record = {"model": entry.title, "sha256": digest, "provenance": line, "base_sha256": base.sha256}
+
+    def make(work: Path) -> None:
+        cut = moe_cut.load_cut(entry.cut)
+        moe_cut.derive(base.directory, base.sha256, cut, work, dtype, progress=progress)
+
+    return _publish(make, cache / directory, {**record, "dtype": dtype, "version": version}, cache)
+
+
 def _from_file(path: Path, dtype: str, cache: Path, progress: bool, notify) -> Checkpoint:
     safetensors_io.refuse_pickle(path)
     if path.suffix != ".gguf":
@@ -149,11 +173,19 @@ def _find_converted(relative: Path, cache: Path) -> Checkpoint | None:
 
 
 def _convert(gguf: Path, target: Path, dtype: str, record: dict, cache: Path, progress: bool) -> Checkpoint:
+    def make(work: Path) -> None:
+        gguf_convert.convert(gguf, work, dtype, title=record["model"], progress=progress)
+
+    record = {**record, "dtype": dtype, "converter_version": gguf_convert.CONVERTER_VERSION}
+    return _publish(make, target, record, cache)
+
+
+def _publish(make: Callable[[Path], None], target: Path, record: dict, cache: Path) -> Checkpoint:
+    """What `make` writes into an empty directory, with its record: there whole, or not at all."""
     with caches.scratch_directory(cache) as scratch, caches.disk_errors(cache):
         work = scratch / "converted"
         work.mkdir()
-        gguf_convert.convert(gguf, work, dtype, title=record["model"], progress=progress)
-        record = {**record, "dtype": dtype, "converter_version": gguf_convert.CONVERTER_VERSION}
+        make(work)
         (work / PROVENANCE_NAME).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         caches.publish(work, target)
     return _from_converted(target)

@@ -30,7 +30,7 @@ def gguf(tmp_path) -> Path:
 def test_unknown_names_say_what_is_known(tmp_path):
     message = (
         "unknown model 'smollm': known names are smollm2-135m, qwen2.5-coder-0.5b, qwen2.5-coder-1.5b, "
-        "or a directory, a .gguf file, or a hub id org/name"
+        "smollm2-135m-moe, or a directory, a .gguf file, or a hub id org/name"
     )
     with pytest.raises(UserError) as caught:
         resolve("smollm", cache_directory=tmp_path)
