@@ -215,11 +215,18 @@ def test_configurations_do_not_import_jax():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_example_files_load(path):
-    assert attention_of("--sparsity", str(path)) == read_sparsity(path).attention
+    assert read_sparsity_options(
+        parse_options(["--verify=sparse", "--sparsity", str(path)])
+    ) == read_sparsity(path)
 
 
 def test_there_are_example_files():
-    assert {path.name for path in FILES} >= {"keep25.toml", "paper.toml", "smollm2-135m.toml"}
+    assert {path.name for path in FILES} >= {
+        "keep25.toml",
+        "paper.toml",
+        "smollm2-135m.toml",
+        "smollm2-135m-moe.toml",
+    }
     by_name = {path.name: read_sparsity(path).attention for path in FILES}
     assert by_name["paper.toml"].budget == AttentionSparsity().budget
     assert by_name["keep25.toml"].budget == (0, 0.25)
