@@ -52,6 +52,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--calibration-documents", type=int, default=8)
     parser.add_argument("--num-speculative-tokens", type=int, default=7)
     parser.add_argument("--new-tokens", type=int, default=0, help="also generate so many behind each text")
+    parser.add_argument(
+        "--generated", nargs="+", default=[""], metavar="NAME", help="settings that do, by how names begin"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random controls")
     return parser.parse_args()
 
@@ -120,12 +123,12 @@ def measure(run: PartRun, cases: Sequence[Any], settings: Sequence[PartSetting])
 
 
 def generate(
-    run: PartRun, cases: Sequence[Any], settings: Sequence[PartSetting], tokens: int
+    run: PartRun, cases: Sequence[Any], settings: Sequence[PartSetting], names: Sequence[str], tokens: int
 ) -> dict[str, list[FreeText]]:
     """Texts by setting, "dense" among them; controls know what no run can know."""
     if not tokens:
         return {}
-    wanted = [None, *(s for s in settings if not s.control)]
+    wanted = [None, *(s for s in settings if not s.control and s.name.startswith(tuple(names)))]
     texts: dict[str, list[FreeText]] = {}
     with progress_bar("generating", len(wanted) * len(cases), "text", progress=True) as bar:
         for case in cases:
@@ -162,7 +165,7 @@ def main() -> None:
         lists = shortlist_settings(rows, layers, moe.num_experts, moe.norm_topk_prob)
         rows += measure(run, cases, lists)
         settings += lists
-    generated = generate(run, cases, settings, arguments.new_tokens)
+    generated = generate(run, cases, settings, arguments.generated, arguments.new_tokens)
     print("\n".join(markdown(part_table(rows, generated))), file=sys.stderr)
     if "dense" in generated:
         print(f"dense: {acceptance(generated['dense']).value:.2f} tokens a step", file=sys.stderr)
