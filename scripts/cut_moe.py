@@ -60,7 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--arranged-for", type=int, default=12, help="experts per token during the fit")
     parser.add_argument("--ranked-with", type=int, default=8, help="experts per token when layers are ranked")
     parser.add_argument("--rounds", type=int, default=8, help="turns of router and channels")
-    parser.add_argument("--router-scale", type=float, default=0.05, help="standard deviation of logits")
+    parser.add_argument("--router-scale", type=float, default=0.01, help="standard deviation of logits")
     parser.add_argument("--tokens", type=int, default=512, help="of a text")
     parser.add_argument("--fit-texts", type=int, default=24, help="of each style")
     parser.add_argument("--rank-texts", type=int, default=4, help="of each style, of other documents")

@@ -213,8 +213,9 @@ def test_the_real_model_with_all_experts_and_no_router_is_dense():
     dense = whole_logits(*load(base.directory), tokens)
     target, params = load_with(checkpoint, 32)
     np.testing.assert_allclose(whole_logits(target, without_routers(params), tokens), dense, atol=1e-3)
-    # The router weighs experts as well, but hardly: it is there to choose.
-    assert np.abs(whole_logits(target, params, tokens) - dense).mean() < 0.5
+    # The router weighs experts as well, but hardly: it is there to choose. A text's first token, which others
+    # use as a place to attend to when there is nothing else, has activations unlike theirs and is weighed more.
+    assert np.abs(whole_logits(target, params, tokens) - dense)[1:].mean() < 0.5
 
 
 @pytest.mark.real
