@@ -67,7 +67,7 @@ def plan_experts(sparsity: ExpertSparsity, model: ModelConfig) -> ExpertPlan:
         reading=sparsity.reading,
         outside=sparsity.outside,
         capacity_factor=sparsity.capacity_factor,
-        renormalise=sparsity.renormalise,
+        renormalise=moe.norm_topk_prob if sparsity.renormalise is None else sparsity.renormalise,
         num_experts=moe.num_experts,
     )
 

@@ -95,6 +95,7 @@ class ExpertSparsity:
       capacity_factor: an expert takes no more than ceil(capacity_factor * tokens * k / experts) tokens of a
         step, the first ones; others lose it. Without it no token is ever dropped.
     renormalise: what is left of a token's weights is scaled to the sum that they had (the paper's figure).
+      None: as the model's own router does (norm_topk_prob).
 
     Raises:
       UserError: a field is out of range, or one lacks what belongs to it.
@@ -107,7 +108,7 @@ class ExpertSparsity:
     shortlist: int | None = None
     outside: str = "truncate"
     capacity_factor: float | None = None
-    renormalise: bool = True
+    renormalise: bool | None = None
 
     def __post_init__(self) -> None:
         for name, limits in EXPERT_RANGES.items():
@@ -115,7 +116,7 @@ class ExpertSparsity:
                 object.__setattr__(self, name, limits.check(f"experts {name.replace('_', '-')}", value))
         _choice("experts reading", self.reading, READINGS)
         _choice("experts outside", self.outside, OUTSIDE)
-        if not isinstance(self.renormalise, bool):
+        if not isinstance(self.renormalise, bool | None):
             raise UserError(f"experts renormalise {self.renormalise!r} is not allowed; allowed: true, false")
         if self.max_skipped is not None and self.betas is None:
             raise UserError(

@@ -151,6 +151,14 @@ def test_everything_kept_is_the_routing(fields, config):
     assert reads.read == reads.wanted and reads.kept == reads.pairs == 9 * K
 
 
+def test_weights_are_scaled_as_the_model_s_own_are():
+    """Unless it is said otherwise: where the router's weights sum to 1, what is left does, too."""
+    for config in (CONFIG, RAW):
+        for given in (None, True, False):
+            plan = plan_experts(ExpertSparsity(shortlist=2, renormalise=given), config)
+            assert plan.renormalise is (config.moe.norm_topk_prob if given is None else given)
+
+
 def test_a_smaller_k():
     routing, got = choose(experts_per_token=2)
     experts = np.asarray(routing.experts)
