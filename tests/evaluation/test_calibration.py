@@ -32,6 +32,7 @@ from sv_jax.evaluation.drift import DriftSetting, measure
 from sv_jax.evaluation.store import Store
 from sv_jax.evaluation.texts import Case
 from sv_jax.evaluation.true_steps import chain, true_steps
+from sv_jax.model.choices import Choices
 from sv_jax.sparsity.config import AttentionSparsity, SparsityConfig
 from sv_jax.sparsity.plan import make_plan
 from sv_jax.sparsity.selection import make_chooser, summary_scorer
@@ -94,7 +95,7 @@ def static_logits(target, params, step, plan):
     """Sparse verification by a plan with static anchors."""
     score = summary_scorer(plan, step.summaries[plan.block_size], step.lengths, step.nodes)
     choose = make_chooser(plan, score, step.lengths, step.lengths > 0, sharding=target.sharding)
-    return verify(target, params, step.cache, step.lengths, chain(step.tokens), choose).logits
+    return verify(target, params, step.cache, step.lengths, chain(step.tokens), Choices(choose)).logits
 
 
 def law_of(logits) -> np.ndarray:
