@@ -2,10 +2,12 @@
 
     python scripts/measure_parts.py experts --model smollm2-135m-moe    # SMoE, shortlist, smaller k, random
     python scripts/measure_parts.py ffn --model smollm2-135m            # both rules, budget, controls
+    python scripts/measure_parts.py files --model smollm2-135m-moe --files attention.toml experts.toml
 
-Texts are the first tokens of documents that calibrated nothing; thresholds and betas come from documents of
-the calibration part. Results are kept in --output as they come: the same command goes on after an
-interruption. All that is compared is lossy. The last line is one JSON object.
+Texts are the first tokens of documents that calibrated nothing, or with --kind copy passages that such a
+document has further up; thresholds and betas come from documents of the calibration part. Results are kept
+in --output as they come: the same command goes on after an interruption. All that is compared is lossy. The
+last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from comparison.machine import available_cores, commit, cpu_name, versions
 
 import sv_jax
 from sv_jax.checkpoints.progress import progress_bar
+from sv_jax.engine.language_model import LanguageModel
 from sv_jax.evaluation.part_run import FreeText, PartRow, PartRun, acceptance, part_row, part_table
 from sv_jax.evaluation.part_steps import Control, PartSetting
 from sv_jax.evaluation.report import as_document
@@ -36,16 +39,20 @@ from sv_jax.evaluation.weight_calibration import (
     make_chunks,
     watch,
 )
-from sv_jax.sparsity.config import SparsityConfig
+from sv_jax.sparsity.config import SparsityConfig, read_sparsity
 from sv_jax.sparsity.ffn_config import ChannelSparsity, ExpertSparsity
 from sv_jax.summary import jsonable
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=["experts", "ffn"])
+    parser.add_argument("part", choices=["experts", "ffn", "files"])
     parser.add_argument("--model", required=True)
     parser.add_argument("--output", default="measured-parts", help="directory of the results")
+    parser.add_argument(
+        "--files", nargs="+", default=[], metavar="F.toml", help="what the part files compares"
+    )
+    parser.add_argument("--kind", default="ordinary", choices=["ordinary", "copy"], help="of texts")
     parser.add_argument("--documents", type=int, default=20)
     parser.add_argument("--context", type=int, default=640, help="tokens of a text")
     parser.add_argument("--measured", type=int, default=128, help="the last of them, which are verified")
@@ -57,6 +64,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random controls")
     return parser.parse_args()
+
+
+def file_settings(names: Sequence[str]) -> list[PartSetting]:
+    return [PartSetting(Path(name).stem, read_sparsity(name)) for name in names]
 
 
 def channel_settings(activity: Activity) -> list[PartSetting]:
@@ -114,6 +125,11 @@ def shortlist_settings(
     return list({s.name: s for s in settings}.values())
 
 
+def watch_calibration(model: LanguageModel, documents: int) -> Activity:
+    cases = make_cases("ordinary", model.tokenizer, context=2048, limit=documents, split="calibration")
+    return watch(model, make_chunks(cases))
+
+
 def measure(run: PartRun, cases: Sequence[Any], settings: Sequence[PartSetting]) -> list[PartRow]:
     missing = sum(run.measured(case, s) is None for case in cases for s in settings)
     with progress_bar("measuring", missing, "result", progress=True) as bar:
@@ -141,23 +157,26 @@ def generate(
 
 def main() -> None:
     arguments = parse_arguments()
+    if (arguments.part == "files") != bool(arguments.files):
+        sys.exit("--files names what the part files compares, and nothing else does")
+    settings = file_settings(arguments.files)  # before the long work: they may be wrong
     model = sv_jax.load_model(arguments.model, dtype="float32", progress=False)
     moe, tokenizer = model.target.config.moe, model.tokenizer
     if arguments.part == "experts" and moe is None:
         sys.exit(f"{arguments.model} has no experts")
     texts = {"context": arguments.context + 16, "measured": arguments.measured, "seed": 0}
-    cases = make_cases("ordinary", tokenizer, limit=arguments.documents, **texts)
-    calibration = make_cases(
-        "ordinary", tokenizer, context=2048, limit=arguments.calibration_documents, split="calibration"
-    )
-    activity = watch(model, make_chunks(calibration))
+    cases = make_cases(arguments.kind, tokenizer, limit=arguments.documents, **texts)
     store = Store(Path(arguments.output) / "results.jsonl")
-    run = PartRun(model, store, arguments.num_speculative_tokens, arguments.seed, activity.votes)
-    if arguments.part == "ffn":
-        settings = channel_settings(activity)
+    run = PartRun(model, store, arguments.num_speculative_tokens, arguments.seed)
+    if arguments.part == "files":
         rows = measure(run, cases, settings)
+    elif arguments.part == "ffn":
+        activity = watch_calibration(model, arguments.calibration_documents)
+        settings = channel_settings(activity)
+        rows = measure(dataclasses.replace(run, static_votes=activity.votes), cases, settings)
     else:
         assert moe is not None
+        activity = watch_calibration(model, arguments.calibration_documents)
         # Weights that are made to sum to 1 are to do so afterwards; others stay as they are.
         settings = expert_settings(activity, moe.num_experts_per_tok, moe.norm_topk_prob)
         rows = measure(run, cases, settings)
