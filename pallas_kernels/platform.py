@@ -1,25 +1,38 @@
-"""What each platform gets: the cache's layout, the width of a plain step, how experts multiply."""
+"""What each platform gets: how heads lie in the cache, the width of a plain step, how experts multiply."""
 
 from __future__ import annotations
 
-from typing import Literal
+import math
 
-Layout = Literal["BKSD", "BSKD"]
-"""Axis order of one layer's K or V: B batch, K KV heads, S positions, D head_dim."""
+IMPLEMENTATIONS = ("xla", "pallas_tpu", "pallas_tpu_interpret")
+"""Of block-sparse attention: plain XLA, the Mosaic kernel, and that kernel's arithmetic on any platform."""
+
+LANES = 128  # of a TPU's vector registers, and of the tiles that arrays lie in
+MOST_STEP_TOKENS = 64  # T, of a row in a verify step: what the kernels are made for
 
 MOST_TILED_TOKENS = 64
 """On TPU more tokens than that, so those of prefill, meet their experts in ragged products."""
 
-LAYOUTS: tuple[Layout, ...] = ("BKSD", "BSKD")
 
+def heads_per_group(platform: str, head_dim: int, kv_heads: int) -> int:
+    """KV heads p that lie side by side in the last axis of the cache, [B, K / p, S, p * head_dim].
 
-def cache_layout(platform: str) -> Layout:
-    """Axis order of the KV cache that attention reads fastest on `platform` ("cpu", "gpu", "tpu").
+    On TPU arrays lie in tiles of 128 lanes: heads of 64 would leave half of the memory empty, so as many lie
+    side by side as make whole tiles, if that divides the heads. Elsewhere each head lies alone.
 
-    Head-major keeps a head's positions contiguous, which batched products on CPU and GPU want. On TPU,
-    XLA would relayout such a cache at entry and exit of the decode loop, with temporaries as large as it.
+    Args:
+      kv_heads: those of one device.
     """
-    return "BSKD" if platform == "tpu" else "BKSD"
+    if platform != "tpu":
+        return 1
+    group = math.lcm(head_dim, LANES) // head_dim
+    return group if kv_heads % group == 0 else 1
+
+
+def attention_implementation(platform: str) -> str:
+    """What attends to the cache in a verify step unless an implementation is named; shapes may still ask for
+    "xla"."""
+    return "pallas_tpu" if platform == "tpu" else "xla"
 
 
 def plain_step_tokens(platform: str, dtype: str, rows: int) -> int:

@@ -93,6 +93,7 @@ def prepare(
         mesh=mesh,
         dtype=options.dtype,
         max_model_len=options.max_model_len,
+        implementation=options.implementation,
         cache_directory=Path(options.cache_dir).expanduser() if options.cache_dir else None,
         notify=say,
         lazy=True,

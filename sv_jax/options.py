@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.platform import IMPLEMENTATIONS
 from sv_jax.config import Range, UserError
 from sv_jax.option_parser import build_parser as table_parser
 from sv_jax.option_parser import options_of, parse_given
@@ -188,6 +189,12 @@ class GenerateOptions:
         "text",
         "of weights and cache (default: float32 on CPU, bfloat16 elsewhere)",
         choices=("float32", "bfloat16"),
+    )
+    implementation: str | None = declare(
+        None,
+        "text",
+        "what attends to the KV cache in verify steps (default: what the platform runs best)",
+        choices=IMPLEMENTATIONS,
     )
     max_model_len: int | None = declare(
         None,

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import math
 import os
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -76,6 +78,30 @@ class Sharding:
             whole += (" and " if whole else "") + "vocabulary" if "vocab" in self.replicated else ""
             text += f"; {whole} replicated over model (does not divide by {self.model_size})"
         return text
+
+
+Axes = tuple[str | None, ...]
+
+
+def on_shards(
+    function: Callable[..., Any], sharding: Sharding, inputs: Sequence[Axes], outputs: Any
+) -> Callable[..., Any]:
+    """The function, run by each device on its own shards: what XLA cannot cut, or would cut badly.
+
+    Args:
+      inputs: logical axes of each argument. outputs: of the result, or a tuple of them for several results.
+    """
+    if sharding.mesh.size == 1:
+        return function
+    several = isinstance(outputs[0], tuple)
+    specs = tuple(sharding.spec(*axes) for axes in outputs) if several else sharding.spec(*outputs)
+    return jax.shard_map(
+        function,
+        mesh=sharding.mesh,
+        in_specs=tuple(sharding.spec(*axes) for axes in inputs),
+        out_specs=specs,
+        check_vma=False,
+    )
 
 
 def parse_mesh(text: str) -> tuple[int, int]:
@@ -156,21 +182,27 @@ def _check_division(config: ModelConfig, mesh_shape: dict[str, int]) -> None:
         )
 
 
-def make_sharding(config: ModelConfig, mesh_shape: tuple[int, int] = (1, 1)) -> Sharding:
-    """Sharding of a model on the first D*M devices.
+def shard_model(config: ModelConfig, mesh: Mesh) -> Sharding:
+    """Sharding of a model on a mesh ("data", "model").
 
     Attention heads (or the vocabulary) that do not divide by M are kept whole on each device; an FFN, or a
     number of experts, that does not divide by the devices it is cut over is refused, since then nearly
     everything would be computed M times over.
     """
-    data, model = mesh_shape
-    _check_division(config, {DATA: data, MODEL: model})
-    ensure_devices(data * model)
+    model = mesh.shape[MODEL]
+    _check_division(config, dict(mesh.shape))
     replicated = set()
     if config.num_heads % model or config.num_kv_heads % model:
         replicated |= {"heads", "kv_heads"}
     if config.vocab_size % model:
         replicated.add("vocab")
-    devices = np.array(jax.devices()[: data * model]).reshape(data, model)
-    mesh = Mesh(devices, (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
     return Sharding(mesh, frozenset(replicated))
+
+
+def make_sharding(config: ModelConfig, mesh_shape: tuple[int, int] = (1, 1)) -> Sharding:
+    """Sharding of a model on the first D*M devices, see `shard_model`."""
+    data, model = mesh_shape
+    _check_division(config, {DATA: data, MODEL: model})  # before devices are looked for
+    ensure_devices(data * model)
+    devices = np.array(jax.devices()[: data * model]).reshape(data, model)
+    return shard_model(config, Mesh(devices, (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto)))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sv_jax.engine.lossless import NEAR_TIE, first_difference
-from sv_jax.model.cache import KVCache, cache_shape
+from sv_jax.model.cache import empty_cache
 from sv_jax.model.transformer import Params, Transformer
 from sv_jax.sampling_params import SamplingParams
 from sv_jax.speculation.request import make_request
@@ -26,10 +26,9 @@ LONGEST = 128  # tokens of one forward pass
 
 @functools.partial(jax.jit, static_argnames=("target",))
 def _forward(target: Transformer, params: Params, tokens: jax.Array) -> jax.Array:
-    shape = cache_shape(target.config, 1, 8, "BKSD")
-    empty = tuple(jnp.zeros(shape) for _ in range(target.config.num_layers))
+    cache = empty_cache(target.config, 1, 8, "float32", target.sharding)
     chain = Draft(tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] - 1)
-    return verify(target, params, KVCache(empty, empty, "BKSD"), jnp.zeros(1, jnp.int32), chain).logits[0]
+    return verify(target, params, cache, jnp.zeros(1, jnp.int32), chain).logits[0]
 
 
 def logits_of(target: Transformer, params: Params, tokens: Sequence[int]) -> np.ndarray:

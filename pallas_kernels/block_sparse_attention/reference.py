@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cache_attention.reference import attend_rows, from_rows, to_rows
-from pallas_kernels.platform import Layout
 
 
-def gather_blocks(
-    cache: jax.Array, block_indices: jax.Array, *, block_size: int, layout: Layout
-) -> jax.Array:
+def gather_blocks(cache: jax.Array, block_indices: jax.Array, *, block_size: int) -> jax.Array:
     """Copies the blocks of each KV head next to each other: -> [B, K, N * block_size, D].
+
+    Args:
+      cache: [B, G, S, W], G groups of K / G heads side by side. block_indices: int32[B, K, N].
 
     A copy of few blocks stays in the processor's caches, and what follows is one batched product: on CPU that
     is twice as fast as a product a block.
     """
 
-    def block(head: jax.Array, index: jax.Array) -> jax.Array:  # [S, D] -> [block_size, D]
-        return jax.lax.dynamic_slice_in_dim(head, index * block_size, block_size)
+    (batch, kv_heads, _), groups = block_indices.shape, cache.shape[1]
+    head_dim = cache.shape[3] * groups // kv_heads
 
-    of_head = jax.vmap(block, (None, 0))
-    of_row = jax.vmap(of_head, (layout.index("K") - 1, 0))
-    gathered = jax.vmap(of_row)(cache, block_indices)  # [B, K, N, block_size, D]
-    return gathered.reshape(*gathered.shape[:2], -1, gathered.shape[-1])
+    def block(group: jax.Array, index: jax.Array, lane: int) -> jax.Array:  # [S, W] -> [block_size, D]
+        return jax.lax.dynamic_slice(group, (index * block_size, lane), (block_size, head_dim))
+
+    def of_head(head: int) -> jax.Array:  # the one with this number in every group
+        lane = head * head_dim
+        of_group = jax.vmap(partial(block, lane=lane), (None, 0))
+        return jax.vmap(jax.vmap(of_group))(cache, split[:, :, head])  # [B, G, N, block_size, D]
+
+    split = block_indices.reshape(batch, groups, kv_heads // groups, -1)
+    gathered = jnp.stack([of_head(head) for head in range(kv_heads // groups)], axis=2)
+    return gathered.reshape(batch, kv_heads, -1, head_dim)
 
 
 def block_sparse_attention(
@@ -36,13 +45,12 @@ def block_sparse_attention(
     lengths: jax.Array,
     *,
     block_size: int,
-    layout: Layout,
     window: int | None,
     positions: jax.Array | None,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.block_sparse_attention.block_sparse_attention`."""
-    num_tokens, kv_heads = q.shape[1], k_cache.shape[layout.index("K")]
+    num_tokens, kv_heads = q.shape[1], block_indices.shape[1]
     rows = to_rows(q, kv_heads)
     held = jnp.arange(block_indices.shape[2], dtype=jnp.int32) < num_blocks[..., None]  # [B, K, N]
     # Entries past the count may hold anything: they read block 0, and count for nothing.
@@ -52,7 +60,7 @@ def block_sparse_attention(
     slots, alive = (x.reshape(*x.shape[:2], -1) for x in (slots, alive))  # [B, K, N * block_size]
 
     def gather(cache: jax.Array) -> jax.Array:
-        blocks = gather_blocks(cache, indices, block_size=block_size, layout=layout)
+        blocks = gather_blocks(cache, indices, block_size=block_size)
         # Dead slots may hold NaN, which a weight of 0 would not make harmless. The copy does it on its way.
         return jnp.where(alive[..., None], blocks, 0)
 
@@ -61,5 +69,5 @@ def block_sparse_attention(
         assert positions is not None
         row_positions = jnp.tile(positions, (1, rows.shape[2] // num_tokens))  # [B, R]
         mask = mask & (slots[:, :, None] > row_positions[:, None, :, None] - window)
-    out, lse = attend_rows(rows, gather(k_cache), gather(v_cache), mask, layout="BKSD", scale=scale)
+    out, lse = attend_rows(rows, gather(k_cache), gather(v_cache), mask, scale=scale)
     return from_rows(out, num_tokens), from_rows(lse, num_tokens)[..., 0]

@@ -7,7 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.platform import Layout
+from pallas_kernels.packing import collect_rows, spread_rows
 
 FEW_ROWS = 8  # query rows per KV head of a plain step
 STEP_ROWS = 128  # query rows per KV head, G * T, up to which all positions are multiplied at once
@@ -62,19 +62,17 @@ def cache_attention(
     lengths: jax.Array,
     positions: jax.Array,
     *,
-    layout: Layout,
     window: int | None,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.cache_attention.cache_attention`."""
-    num_tokens, kv_heads = q.shape[1], k_cache.shape[layout.index("K")]
-    rows = to_rows(q, kv_heads)
+    num_tokens, group = q.shape[1], k_cache.shape[3] // q.shape[3]
+    rows = spread_rows(to_rows(q, group * k_cache.shape[1]), group)
     attend = _attend_at_once if rows.shape[2] <= STEP_ROWS else _attend_by_blocks
     row_positions = jnp.tile(positions, (1, rows.shape[2] // num_tokens))  # [B, R]
-    out, lse = attend(
-        rows, k_cache, v_cache, lengths, row_positions, layout=layout, window=window, scale=scale
-    )
-    return from_rows(out, num_tokens), from_rows(lse, num_tokens)[..., 0]
+    out, lse = attend(rows, k_cache, v_cache, lengths, row_positions, window=window, scale=scale)
+    lse = lse.reshape(*lse.shape[:1], group * lse.shape[1], -1, 1)
+    return from_rows(collect_rows(out, group), num_tokens), from_rows(lse, num_tokens)[..., 0]
 
 
 def _attend_at_once(
@@ -84,20 +82,19 @@ def _attend_at_once(
     lengths: jax.Array,
     positions: jax.Array,
     *,
-    layout: Layout,
     window: int | None,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     """The few rows of a step: rows [B, K, R, D], positions [B, R] -> out [B, K, R, D], lse [B, K, R, 1]."""
-    slots = jnp.arange(k_cache.shape[layout.index("S")], dtype=jnp.int32)
+    slots = jnp.arange(k_cache.shape[2], dtype=jnp.int32)
     mask = (slots < lengths[:, None])[:, None, None]  # [B, 1, 1, S]
     if window is not None:
         mask = mask & (slots > positions[:, :, None] - window)[:, None]
-    return attend_rows(rows, k_cache, v_cache, mask, layout=layout, scale=scale)
+    return attend_rows(rows, k_cache, v_cache, mask, scale=scale)
 
 
 def attend_rows(
-    rows: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, *, layout: Layout, scale: float
+    rows: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, *, scale: float
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of R rows per KV head over all S positions given.
 
@@ -105,30 +102,27 @@ def attend_rows(
     CPU.
 
     Args:
-      rows: [B, K, R, D]. keys, values: axes as `layout` says, finite wherever the mask is False, too.
+      rows: [B, K, R, D]. keys, values: [B, K, S, D], finite wherever the mask is False, too.
       mask: bool, broadcastable to [B, K, R, S].
 
     Returns:
       out float32[B, K, R, D], lse float32[B, K, R, 1].
     """
-    kv_axis, position_axis = layout.index("K"), layout.index("S")
     precision = matmul_precision(keys.dtype)
     # On CPU keys on the left are up to 1.3 times as fast for a verify step, and 1.4 times slower for the rows
-    # of a plain one. (Position-major caches, which are not CPU's, stay on the right: XLA's CPU client has no
-    # such product in bfloat16.)
-    keys_left = layout == "BKSD" and rows.shape[2] > FEW_ROWS
+    # of a plain one.
+    keys_left = rows.shape[2] > FEW_ROWS
     position = 2 if keys_left else 3
-    batched = ((0, kv_axis), (0, 1)) if keys_left else ((0, 1), (0, kv_axis))
     operands = (keys, rows) if keys_left else (rows, keys)
     scores = jax.lax.dot_general(
-        *operands, (((3,), (3,)), batched), precision=precision, preferred_element_type=jnp.float32
+        *operands, (((3,), (3,)), ((0, 1), (0, 1))), precision=precision, preferred_element_type=jnp.float32
     )  # [B, K, S, R] or [B, K, R, S]
     mask = jnp.swapaxes(mask, 2, 3) if keys_left else mask
     weights, total, lse = masked_softmax(scores * scale, mask, axis=position)
     out = jax.lax.dot_general(
         weights.astype(values.dtype),
         values,
-        (((position,), (position_axis,)), ((0, 1), (0, kv_axis))),
+        (((position,), (2,)), ((0, 1), (0, 1))),
         precision=precision,
         preferred_element_type=jnp.float32,
     )  # [B, K, R, D]
@@ -154,7 +148,6 @@ def _attend_by_blocks(
     lengths: jax.Array,
     positions: jax.Array,
     *,
-    layout: Layout,
     window: int | None,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
@@ -164,8 +157,7 @@ def _attend_by_blocks(
     blocks that some row attends to are visited, so the cost follows lengths (and windows), not capacity.
     Blocks that lie within every length need no mask; the rest goes in smaller ones.
     """
-    kv_axis, position_axis = layout.index("K"), layout.index("S")
-    block = block_of_positions(rows.shape[0] * rows.shape[1] * rows.shape[2], k_cache.shape[position_axis])
+    block = block_of_positions(rows.shape[0] * rows.shape[1] * rows.shape[2], k_cache.shape[2])
     product = partial(
         jax.lax.dot_general, precision=matmul_precision(k_cache.dtype), preferred_element_type=jnp.float32
     )
@@ -180,8 +172,8 @@ def _attend_by_blocks(
 
     def attend(i: jax.Array, carry: Partial, size: int, masked: bool) -> Partial:
         peak, total, out = carry
-        k, v = (jax.lax.dynamic_slice_in_dim(x, i * size, size, position_axis) for x in (k_cache, v_cache))
-        scores = product(rows, k, (((3,), (3,)), ((0, 1), (0, kv_axis))))  # [B, K, R, size]
+        k, v = (jax.lax.dynamic_slice_in_dim(x, i * size, size, 2) for x in (k_cache, v_cache))
+        scores = product(rows, k, (((3,), (3,)), ((0, 1), (0, 1))))  # [B, K, R, size]
         scores = scores if exact else scores * scale
         if masked:
             scores = jnp.where(seen(i * size + jnp.arange(size, dtype=jnp.int32)), scores, -jnp.inf)
@@ -190,7 +182,7 @@ def _attend_by_blocks(
         weights = jnp.exp(scores - reference)
         shrink = jnp.exp(peak - reference)
         total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
-        values = product(weights.astype(v.dtype), v, (((3,), (position_axis,)), ((0, 1), (0, kv_axis))))
+        values = product(weights.astype(v.dtype), v, (((3,), (2,)), ((0, 1), (0, 1))))
         return new_peak, total, out * shrink + values
 
     nothing = jnp.zeros((*rows.shape[:3], 1), jnp.float32)

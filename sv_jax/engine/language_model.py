@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from pallas_kernels.platform import IMPLEMENTATIONS
 from sv_jax.checkpoints import Checkpoint, Tokenizer, default_cache_directory, load_params, resolve
 from sv_jax.checkpoints.cache import writable_cache
 from sv_jax.config import UserError
@@ -61,6 +62,13 @@ def count_occurrences(prompts: Sequence[Sequence[int]], sampling: Sequence[Sampl
     return occurrences
 
 
+def check_implementation(name: str | None, platform: str) -> None:
+    """Raises UserError for an unknown implementation, or one that the platform cannot run."""
+    allowed = [x for x in IMPLEMENTATIONS if x != "pallas_tpu" or platform == "tpu"]
+    if name is not None and name not in allowed:
+        raise UserError(f"implementation {name!r}; allowed on {platform}: {', '.join(allowed)}")
+
+
 def default_dtype(platform: str) -> str:
     return "float32" if platform == "cpu" else "bfloat16"
 
@@ -76,6 +84,7 @@ class LanguageModel:
         *,
         dtype: str,
         max_model_len: int | None = None,
+        implementation: str | None = None,
         progress: bool = True,
     ) -> None:
         context = checkpoint.config.max_position_embeddings
@@ -87,7 +96,8 @@ class LanguageModel:
         self.dtype = dtype
         self.max_model_len = max_model_len or context
         self.tokenizer: Tokenizer = checkpoint.tokenizer()
-        self.target = Transformer(checkpoint.config, dtype, sharding)
+        check_implementation(implementation, sharding.platform)
+        self.target = Transformer(checkpoint.config, dtype, sharding, implementation)
         self.load_seconds = 0.0
         self._progress = progress
         self._params: Params | None = None
@@ -330,6 +340,7 @@ def load_model(
     mesh: tuple[int, int] = (1, 1),
     dtype: str | None = None,
     max_model_len: int | None = None,
+    implementation: str | None = None,
     cache_directory: str | Path | None = None,
     progress: bool = True,
     notify: Callable[[str], None] = print_notice,
@@ -342,6 +353,8 @@ def load_model(
       mesh: (data, model) shards; CPU emulates as many devices as that takes, before JAX is used.
       dtype: "float32" or "bfloat16", of weights and cache; None: float32 on CPU, bfloat16 elsewhere.
       max_model_len: tokens of prompt and output together; None: the model's own context.
+      implementation: what attends to the cache in verify steps, of pallas_kernels.platform.IMPLEMENTATIONS;
+        None: what the platform runs best of those that take the model's shapes.
       cache_directory: of fetched and converted weights and compiled programs; None: the user's cache.
       lazy: read the weights at first use.
 
@@ -359,7 +372,13 @@ def load_model(
     enable_compilation_cache(writable_cache(cache, notify))
     sharding = make_sharding(checkpoint.config, mesh)
     loaded = LanguageModel(
-        model, checkpoint, sharding, dtype=dtype, max_model_len=max_model_len, progress=progress
+        model,
+        checkpoint,
+        sharding,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        implementation=implementation,
+        progress=progress,
     )
     if not lazy:
         loaded.load_weights()

@@ -23,8 +23,8 @@ from sv_jax.engine.decoding import padded_batch
 from sv_jax.engine.language_model import LanguageModel
 from sv_jax.evaluation.texts import Case
 from sv_jax.evaluation.true_steps import TrueStep, chain, split_case, true_steps
-from sv_jax.model.attention import Selection
 from sv_jax.model.cache import KVCache, LayerKV
+from sv_jax.model.cached_attention import Selection
 from sv_jax.model.choices import Choices
 from sv_jax.model.transformer import Params, Transformer
 from sv_jax.sparsity.config import AttentionSparsity

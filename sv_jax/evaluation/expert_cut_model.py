@@ -14,8 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.platform import cache_layout
-from sv_jax.model.cache import KVCache, cache_shape
+from sv_jax.model.cache import empty_cache
 from sv_jax.model.transformer import Params, Transformer, compute_logits, forward
 
 
@@ -31,9 +30,7 @@ class Masks(NamedTuple):
 def hidden_states(target: Transformer, params: Params, tokens: jax.Array) -> jax.Array:
     """[B, T, d] after the final norm: one dense pass over texts int32[B, T], from position 0 on."""
     batch, length = tokens.shape
-    layout = cache_layout(target.sharding.platform)
-    nothing = jnp.zeros(cache_shape(target.config, batch, 8, layout), target.dtype)
-    cache = KVCache((nothing,) * target.config.num_layers, (nothing,) * target.config.num_layers, layout)
+    cache = empty_cache(target.config, batch, 8, target.dtype, target.sharding)
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
     causal = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (batch, length, length))
     lengths = jnp.zeros(batch, jnp.int32)

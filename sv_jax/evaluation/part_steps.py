@@ -151,7 +151,7 @@ def part_step(
     choices = make_choices(plan, summaries, lengths, nodes, live, sharding=target.sharding)
     choices = control_choices(choices, plan, target, control, key, static_votes)
     verified = verify(target, params, cache, lengths, chain(tokens), choices)
-    cache = cache.write(verified.new_kv, lengths)
+    cache = cache.write(verified.new_kv, lengths, target.sharding)
     after = lengths + tokens.shape[1]
     if summaries is not None:
         summaries = update_summaries(summaries, cache, lengths, after, tokens.shape[1])

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cache_attention.reference import masked_softmax, matmul_precision, to_rows
-from pallas_kernels.platform import Layout
+from pallas_kernels.packing import unpack_heads
 from sv_jax.model.cache import LayerKV
 from sv_jax.sparsity.config import SCORES
 from sv_jax.sparsity.plan import AttentionPlan
@@ -33,7 +33,6 @@ def block_masses(
     nodes: jax.Array,
     *,
     block_size: int,
-    layout: Layout,
     window: int | None = None,
 ) -> jax.Array:
     """float32[B, K, S / block_size]: attention that the tokens and G heads pay to each block, summed.
@@ -44,17 +43,16 @@ def block_masses(
     Args:
       q: [B, T, H, D]. cached: K and V of the layer. lengths: int32[B]. nodes: bool[B, T], tokens that count.
     """
-    keys = cached[0]
-    kv_axis, position_axis = layout.index("K"), layout.index("S")
-    rows = to_rows(q, keys.shape[kv_axis])
+    keys = unpack_heads(cached[0], q.shape[3])
+    rows = to_rows(q, keys.shape[1])
     scores = jax.lax.dot_general(
         rows,
         keys,
-        (((3,), (3,)), ((0, 1), (0, kv_axis))),
+        (((3,), (3,)), ((0, 1), (0, 1))),
         precision=matmul_precision(keys.dtype),
         preferred_element_type=jnp.float32,
     )  # [B, K, R, S]
-    slots = jnp.arange(keys.shape[position_axis], dtype=jnp.int32)
+    slots = jnp.arange(keys.shape[2], dtype=jnp.int32)
     oldest = oldest_visible(lengths, window)
     mask = ((slots < lengths[:, None]) & (slots >= oldest[:, None]))[:, None, None]
     weights, total, _ = masked_softmax(scores * q.shape[-1] ** -0.5, mask)

@@ -19,6 +19,7 @@ from sv_jax.evaluation.texts import Case
 from sv_jax.model.cache import KVCache, LayerKV
 from sv_jax.model.choices import Choices
 from sv_jax.model.transformer import Params, Transformer
+from sv_jax.sharding import Sharding
 from sv_jax.sparsity.summaries import BlockSummaries, start_summaries, update_summaries
 from sv_jax.speculation.request import make_request
 from sv_jax.speculation.types import Draft
@@ -76,9 +77,7 @@ def dense_pass(
 
     def watch(layer: int, q: jax.Array, cached: LayerKV, chosen: object) -> None:
         window = target.config.sliding_window(layer)
-        masses.append(
-            block_masses(q, cached, lengths, nodes, block_size=finest, layout=cache.layout, window=window)
-        )
+        masses.append(block_masses(q, cached, lengths, nodes, block_size=finest, window=window))
 
     verified = verify(target, params, cache, lengths, chain(tokens), Choices(watch if finest else None))
     by_size = {
@@ -89,8 +88,9 @@ def dense_pass(
     return DensePass(verified.logits, verified.new_kv, by_size, right)
 
 
-@partial(jax.jit, donate_argnames=("cache", "summaries"))
+@partial(jax.jit, static_argnames=("sharding",), donate_argnames=("cache", "summaries"))
 def _advance(
+    sharding: Sharding,
     cache: KVCache,
     summaries: dict[int, BlockSummaries],
     lengths: jax.Array,
@@ -98,7 +98,7 @@ def _advance(
 ) -> tuple[KVCache, dict[int, BlockSummaries], jax.Array]:
     """Commits the dense pass's tokens, all of them."""
     num_tokens = new_kv[0][0].shape[1]
-    cache = cache.write(new_kv, lengths)
+    cache = cache.write(new_kv, lengths, sharding)
     after = lengths + num_tokens
     summaries = {
         size: update_summaries(x, cache, lengths, after, num_tokens) for size, x in summaries.items()
@@ -186,4 +186,4 @@ def true_steps(
         nodes = jax.device_put(nodes, target.sharding.named("batch", None))
         dense = dense_pass(target, params, cache, at, tokens, following, nodes, block_sizes=block_sizes)
         yield TrueStep(step, first, compared, tokens, following, nodes, cache, at, summaries, dense)
-        cache, summaries, at = _advance(cache, summaries, at, dense.new_kv)
+        cache, summaries, at = _advance(model.target.sharding, cache, summaries, at, dense.new_kv)

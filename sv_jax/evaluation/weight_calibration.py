@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.platform import cache_layout
 from sv_jax.config import MoEConfig, UserError
 from sv_jax.engine.language_model import LanguageModel
 from sv_jax.evaluation.cutting import Case
-from sv_jax.model.cache import KVCache, cache_shape
+from sv_jax.model.cache import empty_cache
 from sv_jax.model.moe import route
 from sv_jax.model.transformer import Params, Transformer
 from sv_jax.sparsity.experts import count_skipped, low_shares
@@ -48,13 +47,10 @@ class _Seen(NamedTuple):
 def _watch(target: Transformer, params: Params, tokens: jax.Array) -> _Seen:
     """What the layers do on tokens int32[1, C]."""
     config, count = target.config, tokens.shape[1]
-    layout = cache_layout(target.sharding.platform)
-    empty = tuple(
-        jnp.zeros(cache_shape(config, 1, 128, layout), target.dtype) for _ in range(config.num_layers)
-    )
     slots = jnp.arange(count, dtype=jnp.int32)
     mask = (slots[:, None] >= slots)[None]
-    cache, lengths = KVCache(empty, empty, layout), jnp.zeros(1, jnp.int32)
+    cache = empty_cache(config, 1, 128, target.dtype, target.sharding)
+    lengths = jnp.zeros(1, jnp.int32)
     _, state = target.apply(
         {"params": params}, tokens, slots[None], cache, lengths, mask, mutable=["intermediates"]
     )

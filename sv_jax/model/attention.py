@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -11,30 +10,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.block_sparse_attention import block_sparse_attention
-from pallas_kernels.cache_attention import cache_attention
 from pallas_kernels.cache_attention.reference import (
     from_rows,
     masked_softmax,
     matmul_precision,
     to_rows,
 )
-from pallas_kernels.platform import Layout
 from sv_jax.config import ModelConfig
 from sv_jax.model.cache import LayerKV
+from sv_jax.model.cached_attention import CacheReader, Selection
 from sv_jax.model.layers import Linear, RMSNorm, apply_rope
 from sv_jax.sharding import Sharding
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Selection:
-    """The blocks of cached positions that a layer reads, one set for all T tokens of the step."""
-
-    block_indices: jax.Array  # int32[B, K, N]; entries past the count are not read
-    num_blocks: jax.Array  # int32[B, K]
-    whole: jax.Array | None  # bool[]: nothing that counts is left out, read densely; None: never
-    block_size: int = dataclasses.field(metadata={"static": True})
 
 
 class BlockChooser(Protocol):
@@ -92,6 +78,7 @@ class Attention(nn.Module):
     window: int | None
     dtype: str
     sharding: Sharding
+    implementation: str | None  # of attention over the cache, see CacheReader
 
     @nn.compact
     def __call__(
@@ -102,7 +89,6 @@ class Attention(nn.Module):
         cached: LayerKV,
         lengths: jax.Array,
         mask: jax.Array,
-        layout: Layout,
         choose: Callable[[jax.Array], Selection | None],
     ) -> tuple[jax.Array, LayerKV, Selection | None]:
         """x [B, T, d] -> output [B, T, d], (keys, values) of the T tokens, [B, T, K, D] each, and the blocks
@@ -126,7 +112,8 @@ class Attention(nn.Module):
         scale = config.head_dim**-0.5
         selection = choose(q)
         with jax.named_scope("cache_attention"):
-            over_cache = self._over_cache(q, cached, lengths, positions, layout, selection, scale)
+            reader = CacheReader(self.window, scale, self.implementation, self.sharding)
+            over_cache = reader.attend(q, cached, lengths, positions, selection)
         with jax.named_scope("step_attention"):
             if self.window is not None:
                 ahead = positions[:, :, None] - positions[:, None, :]
@@ -145,38 +132,3 @@ class Attention(nn.Module):
         if self.config.qk_norm == "head":
             return norm(x)
         return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
-
-    def _over_cache(
-        self,
-        q: jax.Array,
-        cached: LayerKV,
-        lengths: jax.Array,
-        positions: jax.Array,
-        layout: Layout,
-        selection: Selection | None,
-        scale: float,
-    ) -> tuple[jax.Array, jax.Array]:
-        def dense() -> tuple[jax.Array, jax.Array]:
-            return cache_attention(
-                q, *cached, lengths, positions, layout=layout, window=self.window, scale=scale
-            )
-
-        def sparse(selection: Selection) -> tuple[jax.Array, jax.Array]:
-            return block_sparse_attention(
-                q,
-                *cached,
-                selection.block_indices,
-                selection.num_blocks,
-                lengths,
-                block_size=selection.block_size,
-                layout=layout,
-                window=self.window,
-                positions=positions,
-                scale=scale,
-            )
-
-        if selection is None:
-            return dense()
-        if selection.whole is None:
-            return sparse(selection)
-        return jax.lax.cond(selection.whole, dense, partial(sparse, selection))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
-from pallas_kernels.platform import Layout
+from pallas_kernels.packing import pack_heads
+from pallas_kernels.platform import heads_per_group
 from sv_jax.config import ModelConfig
+from sv_jax.sharding import Sharding, on_shards
 
 LayerKV = tuple[jax.Array, jax.Array]
 """(keys, values) of one layer for the T tokens of a step, each [B, T, K, D]."""
@@ -20,42 +25,32 @@ class KVCache:
     """K (after RoPE) and V of all committed tokens; slot s of a row holds the token at position s.
 
     What counts is decided by `lengths: int32[B]` beside it: whatever lies at or behind a row's length does
-    not exist. The layout is the platform's (pallas_kernels.platform).
+    not exist. How many heads lie side by side is the platform's choice (`heads_per_group`).
     """
 
-    keys: tuple[jax.Array, ...]  # per layer, axes in the order of `layout`
+    keys: tuple[jax.Array, ...]  # per layer [B, K / p, S, p * D]
     values: tuple[jax.Array, ...]
-    layout: Layout = dataclasses.field(metadata={"static": True})
 
     @property
     def capacity(self) -> int:
         """Slots per row: the bucket."""
-        return self.keys[0].shape[self.layout.index("S")]
+        return self.keys[0].shape[2]
 
     @property
     def batch(self) -> int:
         return self.keys[0].shape[0]
 
-    def write(self, new_kv: tuple[LayerKV, ...], lengths: jax.Array) -> KVCache:
-        """Writes T tokens per row at slots lengths[b] .. lengths[b] + T - 1.
+    def write(self, new_kv: tuple[LayerKV, ...], lengths: jax.Array, sharding: Sharding) -> KVCache:
+        """Writes T tokens per row at slots lengths[b] .. lengths[b] + T - 1; each device its own part.
 
         The caller guarantees lengths + T <= capacity: `dynamic_update_slice` would clamp the start and
         overwrite committed slots in silence.
         """
-
-        def put(cache: jax.Array, new: jax.Array) -> jax.Array:
-            if self.layout == "BKSD":
-                new = jnp.swapaxes(new, 1, 2)
-
-            def put_row(row: jax.Array, update: jax.Array, start: jax.Array) -> jax.Array:
-                starts = [jnp.zeros_like(start)] * 3
-                starts[self.layout.index("S") - 1] = start
-                return jax.lax.dynamic_update_slice(row, update, starts)
-
-            return jax.vmap(put_row)(cache, new.astype(cache.dtype), lengths)
-
-        keys = tuple(put(c, k) for c, (k, _) in zip(self.keys, new_kv))
-        values = tuple(put(c, v) for c, (_, v) in zip(self.values, new_kv))
+        axes = CACHE_AXES, ("batch", None, "kv_heads", None), ("batch",)
+        put_own = partial(_put, pinned=sharding.platform == "tpu")
+        put = on_shards(put_own, sharding, axes, CACHE_AXES)
+        keys = tuple(put(c, k, lengths) for c, (k, _) in zip(self.keys, new_kv))
+        values = tuple(put(c, v, lengths) for c, (_, v) in zip(self.values, new_kv))
         return dataclasses.replace(self, keys=keys, values=values)
 
     def grow(self, capacity: int) -> KVCache:
@@ -63,7 +58,7 @@ class KVCache:
         extra = capacity - self.capacity
         if extra < 0:
             raise ValueError(f"cannot shrink a cache of {self.capacity} slots to {capacity}")
-        padding = [(0, extra if axis == "S" else 0) for axis in self.layout]
+        padding = [(0, 0), (0, 0), (0, extra), (0, 0)]
         return dataclasses.replace(
             self,
             keys=tuple(jnp.pad(k, padding) for k in self.keys),
@@ -71,13 +66,37 @@ class KVCache:
         )
 
 
-def cache_axes(layout: Layout) -> tuple[str | None, ...]:
-    """Logical axes of one layer's array, for sharding."""
-    names: dict[str, str | None] = {"B": "batch", "K": "kv_heads", "S": None, "D": None}
-    return tuple(names[axis] for axis in layout)
+def _put(cache: jax.Array, new: jax.Array, lengths: jax.Array, *, pinned: bool) -> jax.Array:
+    """cache [B, K / p, S, p * D] with new [B, T, K, D] from lengths int32[B] on."""
+    new = pack_heads(new, cache.shape[3] // new.shape[3]).astype(cache.dtype)
+
+    def put_row(row: jax.Array, update: jax.Array, start: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(row, update, (jnp.zeros_like(start), start, 0))
+
+    written = jax.vmap(put_row)(cache, new, lengths)
+    # Left to itself, XLA for TPU keeps such a cache position by position, heads in the sublanes, and copies
+    # all of it to and fro: at entry and exit of the decode loop, and for each kernel.
+    return with_layout_constraint(written, HEAD_MAJOR) if pinned else written
 
 
-def cache_shape(config: ModelConfig, batch: int, capacity: int, layout: Layout) -> tuple[int, ...]:
-    """Shape of one layer's keys (and of its values)."""
-    sizes = {"B": batch, "K": config.num_kv_heads, "S": capacity, "D": config.head_dim}
-    return tuple(sizes[axis] for axis in layout)
+CACHE_AXES = ("batch", "kv_heads", None, None)
+"""Logical axes of one layer's array, for sharding."""
+
+HEAD_MAJOR = Layout(major_to_minor=(0, 1, 2, 3))  # each head's positions one after the other
+
+
+def cache_shape(config: ModelConfig, batch: int, capacity: int, group: int = 1) -> tuple[int, ...]:
+    """Shape of one layer's keys (and of its values), `group` heads side by side."""
+    return batch, config.num_kv_heads // group, capacity, group * config.head_dim
+
+
+def empty_cache(config: ModelConfig, batch: int, capacity: int, dtype: str, sharding: Sharding) -> KVCache:
+    """A cache of zeros. Bytes: 2 * layers * batch * KV heads * capacity * head_dim * itemsize."""
+    shards = math.prod(sharding.mesh.shape[axis] for axis in sharding.mesh_axes("kv_heads"))
+    group = heads_per_group(sharding.platform, config.head_dim, config.num_kv_heads // shards)
+    shape = cache_shape(config, batch, capacity, group)
+
+    def layers() -> tuple[jax.Array, ...]:
+        return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+
+    return KVCache(layers(), layers())

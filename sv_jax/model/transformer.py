@@ -9,10 +9,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.platform import cache_layout
 from sv_jax.config import ModelConfig
-from sv_jax.model.attention import Attention, Selection
-from sv_jax.model.cache import KVCache, LayerKV, cache_shape
+from sv_jax.model.attention import Attention
+from sv_jax.model.cache import KVCache, LayerKV, empty_cache
+from sv_jax.model.cached_attention import Selection
 from sv_jax.model.choices import DENSE, Choices
 from sv_jax.model.ffn import FeedForward
 from sv_jax.model.layers import Embedding, Linear, RMSNorm, rope_angles
@@ -38,12 +38,14 @@ class Block(nn.Module):
     layer: int
     dtype: str
     sharding: Sharding
+    implementation: str | None
 
     def setup(self) -> None:
         config = self.config
         epsilon = config.rms_norm_eps
         self.attention_norm = RMSNorm(epsilon, self.dtype)
-        self.attention = Attention(config, config.sliding_window(self.layer), self.dtype, self.sharding)
+        window = config.sliding_window(self.layer)
+        self.attention = Attention(config, window, self.dtype, self.sharding, self.implementation)
         self.ffn_norm = RMSNorm(epsilon, self.dtype)
         self.ffn: FeedForward | MoE = (
             MoE(config, self.dtype, self.sharding)
@@ -83,11 +85,14 @@ class Transformer(nn.Module):
     config: ModelConfig
     dtype: str
     sharding: Sharding
+    implementation: str | None = None  # of attention over the cache, see cached_attention.CacheReader
 
     def setup(self) -> None:
         config = self.config
         self.embedding = Embedding(config.vocab_size, config.hidden_size, self.dtype)
-        self.layers = [Block(config, i, self.dtype, self.sharding) for i in range(config.num_layers)]
+        self.layers = [
+            Block(config, i, self.dtype, self.sharding, self.implementation) for i in range(config.num_layers)
+        ]
         self.final_norm = RMSNorm(config.rms_norm_eps, self.dtype)
         if not config.tie_word_embeddings:
             self.head = Linear(
@@ -127,7 +132,7 @@ class Transformer(nn.Module):
             cached = (cache.keys[i], cache.values[i])
             choose_here = partial(choose_for, i, cached)
             x, layer_kv, selection, reads = block(
-                x, live, choices, rope, positions, cached, lengths, mask, cache.layout, choose_here
+                x, live, choices, rope, positions, cached, lengths, mask, choose_here
             )
             new_kv.append(layer_kv)
             chosen.append(selection)
@@ -167,13 +172,12 @@ def compute_logits(target: Transformer, params: Params, hidden: jax.Array) -> ja
 
 
 def _init(target: Transformer, key: jax.Array) -> Params:
-    layout = cache_layout(target.sharding.platform)
-    shape = cache_shape(target.config, 1, 1, layout)
-    layers = tuple(jnp.zeros(shape, target.dtype) for _ in range(target.config.num_layers))
-    one = jnp.zeros((1, 1), jnp.int32)
-    mask = jnp.ones((1, 1, 1), bool)
-    cache = KVCache(layers, layers, layout)
-    return target.init(key, one, one, cache, one[0], mask, method=Transformer.run_all)["params"]
+    rows = target.sharding.data_size
+    one = jnp.zeros((rows, 1), jnp.int32)
+    mask = jnp.ones((rows, 1, 1), bool)
+    cache = empty_cache(target.config, rows, 1, target.dtype, target.sharding)
+    plain = target.clone(implementation="xla")  # a cache of one slot is none for a kernel
+    return plain.init(key, one, one, cache, one[:, 0], mask, method=Transformer.run_all)["params"]
 
 
 def abstract_params(target: Transformer) -> Params:

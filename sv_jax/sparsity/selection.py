@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cache_attention.reference import masked_softmax, to_rows
-from sv_jax.model.attention import BlockChooser, Selection
+from sv_jax.model.attention import BlockChooser
 from sv_jax.model.cache import LayerKV
+from sv_jax.model.cached_attention import Selection
 from sv_jax.sharding import Sharding
 from sv_jax.sparsity.plan import AttentionPlan
 from sv_jax.sparsity.summaries import KEYS_PER_MEAN, STATISTICS, BlockSummaries, LayerSummary

@@ -12,6 +12,7 @@ from collections.abc import Container, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.packing import unpack_heads
 from sv_jax.config import ModelConfig
 from sv_jax.model.cache import KVCache
 from sv_jax.sparsity.plan import AttentionPlan
@@ -38,6 +39,10 @@ def vectors_per_block(score: str, block_size: int) -> int:
 
 def _vectors(statistic: str, block_size: int) -> int:
     return block_size // KEYS_PER_MEAN if statistic == "fine_means" else 1
+
+
+def _kv_heads(summary: LayerSummary) -> int:
+    return next(iter(summary.values())).shape[-3]
 
 
 @jax.tree_util.register_dataclass
@@ -123,16 +128,15 @@ def update_summaries(
       cache: as the commit left it. before, after: int32[B], its lengths around the commit, which wrote
         num_tokens slots from before[b] on; what lies behind after[b] does not exist.
     """
-    size, layout = summaries.block_size, cache.layout
+    size = summaries.block_size
     total = cache.capacity // size
     touched = min((num_tokens + size - 2) // size + 1, total)
     # At the end of the cache the span begins earlier: those blocks get the same values once more.
     first = jnp.minimum(before // size, total - touched)
 
     def row(keys: jax.Array, old: LayerSummary, first: jax.Array, length: jax.Array) -> LayerSummary:
-        position_axis = layout.index("S") - 1
-        span = jax.lax.dynamic_slice_in_dim(keys, first * size, touched * size, position_axis)
-        span = jnp.moveaxis(span, position_axis, 1)  # [K, touched * size, D]
+        span = jax.lax.dynamic_slice_in_dim(keys, first * size, touched * size, 1)
+        span = unpack_heads(span[None], keys.shape[2] * keys.shape[0] // _kv_heads(old))[0]
         span = span.reshape(span.shape[0], touched, size, span.shape[-1])
         slots = first * size + jnp.arange(touched * size, dtype=jnp.int32)
         new = summarise(span, (slots < length).reshape(touched, size), tuple(old))

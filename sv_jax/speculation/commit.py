@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from sv_jax.model.cache import KVCache, LayerKV
+from sv_jax.sharding import Sharding
 from sv_jax.sparsity.summaries import BlockSummaries, update_summaries
 from sv_jax.speculation.types import (
     Acceptance,
@@ -131,6 +132,7 @@ def commit(
     verified: Draft,
     new_kv: tuple[LayerKV, ...],
     acceptance: Acceptance,
+    sharding: Sharding,
     reads: StepReads | None = None,
     logprobs: Logprobs | None = None,
 ) -> SpeculationState:
@@ -149,7 +151,7 @@ def commit(
         kept, ended = cut_at_ends(acceptance.tokens, emitted, room, state.eos_ids)
         kept = jnp.where(state.finished, 0, kept)
         starts = behind_tokens(state.lengths, acceptance.tokens)
-        cache = state.cache.write(gather_path(new_kv, acceptance.path), starts)
+        cache = state.cache.write(gather_path(new_kv, acceptance.path), starts, sharding)
         lengths = state.lengths + kept
         return dataclasses.replace(
             state,

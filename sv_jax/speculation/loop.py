@@ -90,7 +90,7 @@ def step(
     else:
         results = run(width)
     acceptance, new_kv, reads, logprobs = results
-    return commit(state, proposed, draft, new_kv, acceptance, reads, logprobs)
+    return commit(state, proposed, draft, new_kv, acceptance, target.sharding, reads, logprobs)
 
 
 StepResults = tuple[Acceptance, tuple[LayerKV, ...], StepReads, Logprobs | None]

@@ -103,7 +103,7 @@ def prefill_chunk(
         _, ended = cut_at_ends(
             first, completed.astype(jnp.int32), state.limits - state.prompt_lengths, state.eos_ids
         )
-        cache = state.cache.write(new_kv, behind_tokens(state.lengths, first))
+        cache = state.cache.write(new_kv, behind_tokens(state.lengths, first), target.sharding)
         return constrain_state(
             target,
             dataclasses.replace(

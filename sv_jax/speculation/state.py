@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.platform import cache_layout
-from sv_jax.model.cache import KVCache, cache_axes, cache_shape
+from sv_jax.model.cache import CACHE_AXES, empty_cache
 from sv_jax.model.ffn import ChannelReads
 from sv_jax.model.moe import ExpertReads
 from sv_jax.model.transformer import Transformer
@@ -25,12 +24,11 @@ _WHOLE = ("steps", "vocab_size")
 
 def state_axes(state: SpeculationState) -> Any:
     """The state's tree with each array's logical axes in its place."""
-    layer = cache_axes(state.cache.layout)
 
     def axes(path: tuple[Any, ...], leaf: jax.Array) -> tuple[str | None, ...]:
         field = path[0].name
         if field == "cache":
-            return layer
+            return CACHE_AXES
         if field == "summaries":
             return SUMMARY_AXES
         return () if field in _WHOLE else ("batch", *[None] * (leaf.ndim - 1))
@@ -74,11 +72,6 @@ def start_state(
       sparsity: the plan of slices that will verify sparsely, which need summaries of the cache.
     """
     batch = request.prompt_lengths.shape[0]
-    layout = cache_layout(target.sharding.platform)
-    shape = cache_shape(target.config, batch, capacity, layout)
-
-    def layers() -> tuple[jax.Array, ...]:
-        return tuple(jnp.zeros(shape, target.dtype) for _ in range(target.config.num_layers))
 
     def by_position(dtype: Any, *more: int) -> jax.Array:
         return jnp.zeros((batch, capacity + 1, *more), dtype)
@@ -96,7 +89,7 @@ def start_state(
         alternatives = [by_position(dtype, num_logprobs) for dtype in (jnp.float32, jnp.int32)]
         logprobs = Logprobs(by_position(jnp.float32), *alternatives)
     state = SpeculationState(
-        cache=KVCache(layers(), layers(), layout),
+        cache=empty_cache(target.config, batch, capacity, target.dtype, target.sharding),
         summaries=summaries,
         tokens=by_position(jnp.int32),
         lengths=jnp.zeros((batch,), jnp.int32),

@@ -39,9 +39,8 @@ def test_merge_is_one_softmax(parents, window):
     if window is not None:
         step_mask = mask & (positions[:, :, None] - positions[:, None, :] < window)
     single = [jnp.asarray(x, jnp.float32) for x in (q, k, v, k_cache, v_cache)]
-    over_cache = cache_attention(
-        single[0], *single[3:], lengths, positions, layout="BSKD", window=window, scale=SCALE
-    )
+    caches = (jnp.swapaxes(x, 1, 2) for x in single[3:])
+    over_cache = cache_attention(single[0], *caches, lengths, positions, window=window, scale=SCALE)
     among_step = step_attention(*single[:3], jnp.asarray(step_mask), scale=SCALE)
     merged = merge_attention([over_cache, among_step])
 

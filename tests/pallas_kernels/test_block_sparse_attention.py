@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels.block_sparse_attention import block_sparse_attention
 from pallas_kernels.cache_attention import cache_attention
 from pallas_kernels.cache_attention.reference import STEP_ROWS
-from pallas_kernels.platform import LAYOUTS
+from pallas_kernels.packing import pack_heads
 
 BLOCK, BLOCKS = 4, 6
 CAPACITY = BLOCK * BLOCKS
@@ -65,20 +65,18 @@ def chosen_slots(indices, counts, block_size=BLOCK, capacity=CAPACITY):
     return chosen
 
 
-@partial(jax.jit, static_argnames=("layout", "block_size", "window", "scale", "implementation"))
-def run(q, k, v, indices, counts, lengths, *, layout="BKSD", block_size=BLOCK, **options):
-    if layout == "BKSD":
-        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    return block_sparse_attention(
-        q, k, v, indices, counts, lengths, block_size=block_size, layout=layout, **options
-    )
+@partial(jax.jit, static_argnames=("packed", "block_size", "window", "scale", "implementation"))
+def run(q, k, v, indices, counts, lengths, *, packed=False, block_size=BLOCK, **options):
+    group = k.shape[2] if packed else 1
+    k, v = pack_heads(k, group), pack_heads(v, group)
+    return block_sparse_attention(q, k, v, indices, counts, lengths, block_size=block_size, **options)
 
 
-@partial(jax.jit, static_argnames=("layout", "window"))
-def run_dense(q, k, v, lengths, positions, *, layout, window=None):
-    if layout == "BKSD":
-        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    return cache_attention(q, k, v, lengths, positions, layout=layout, window=window)
+@partial(jax.jit, static_argnames=("packed", "window"))
+def run_dense(q, k, v, lengths, positions, *, packed, window=None):
+    group = k.shape[2] if packed else 1
+    k, v = pack_heads(k, group), pack_heads(v, group)
+    return cache_attention(q, k, v, lengths, positions, window=window)
 
 
 def check(result, expected, tolerance=TOLERANCE["float32"]):
@@ -93,14 +91,14 @@ def check_same_bits(before, after):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (3, 3), (4, 1)])
-def test_selected_blocks_and_no_others(layout, heads, kv_heads):
+def test_selected_blocks_and_no_others(packed, heads, kv_heads):
     """Every KV head has its own set, of every size from 0 to all; rows have lengths around block edges."""
     q, k, v, lengths, positions = tensors(EDGES, heads=heads, kv_heads=kv_heads)
     indices, counts = random_blocks(len(EDGES), kv_heads)
-    for window in (None, BLOCK + 1) if layout == "BKSD" else (1, CAPACITY):
-        result = run(q, k, v, indices, counts, lengths, layout=layout, window=window, positions=positions)
+    for window in (None, BLOCK + 1) if not packed else (1, CAPACITY):
+        result = run(q, k, v, indices, counts, lengths, packed=packed, window=window, positions=positions)
         check(result, naive(q, k, v, indices, counts, lengths, positions=positions, window=window))
 
 
@@ -108,17 +106,17 @@ CHAIN, TREE = [0, 1, 2], [0, 1, 1, 1, 2]  # where the tokens stand behind the le
 
 
 @pytest.mark.parametrize(
-    ("dtype", "layout", "heads", "kv_heads", "offsets", "windowed"),
+    ("dtype", "packed", "heads", "kv_heads", "offsets", "windowed"),
     [
-        ("float32", "BKSD", 4, 2, CHAIN, False),
-        ("float32", "BSKD", 2, 2, TREE, True),
-        ("bfloat16", "BKSD", 2, 2, TREE, False),
-        ("bfloat16", "BSKD", 4, 2, CHAIN, True),
+        ("float32", False, 4, 2, CHAIN, False),
+        ("float32", True, 2, 2, TREE, True),
+        ("bfloat16", False, 2, 2, TREE, False),
+        ("bfloat16", True, 4, 2, CHAIN, True),
     ],
 )
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_everything_selected_is_dense_attention(
-    block_size, dtype, layout, heads, kv_heads, offsets, windowed
+    block_size, dtype, packed, heads, kv_heads, offsets, windowed
 ):
     """Whatever the order of the blocks; lengths around the edges of the second block and of the last one."""
     capacity = 256
@@ -136,14 +134,14 @@ def test_everything_selected_is_dense_attention(
     rng = np.random.default_rng(0)
     order = [[rng.permutation(blocks) for _ in range(kv_heads)] for _ in lengths]
     indices, counts = np.array(order, np.int32), np.full((len(lengths), kv_heads), blocks, np.int32)
-    options = {"layout": layout, "window": block_size + 3 if windowed else None, "positions": positions}
+    options = {"packed": packed, "window": block_size + 3 if windowed else None, "positions": positions}
     result = run(q, k, v, indices, counts, lengths, block_size=block_size, **options)
     check(result, run_dense(q, k, v, lengths, **options), 1e-5 if dtype == "float32" else TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_nan_in_what_is_not_selected_or_not_there_changes_no_bit(layout, dtype):
+def test_nan_in_what_is_not_selected_or_not_there_changes_no_bit(packed, dtype):
     """Unselected blocks (block 0 too, which stands in for entries past the count), and slots behind the
     length, in the partly filled block too."""
     q, k, v, lengths, positions = tensors(EDGES * 3, dtype=dtype)
@@ -153,7 +151,7 @@ def test_nan_in_what_is_not_selected_or_not_there_changes_no_bit(layout, dtype):
     assert (alive & ~read).any() and not read[counts[:, 0] == 0, :, 0].any()
     poisoned = [jnp.where(read[..., None], x, jnp.nan) for x in (k, v)]
     for window in (None, 5):
-        options = {"layout": layout, "window": window, "positions": positions}
+        options = {"packed": packed, "window": window, "positions": positions}
         before = run(q, k, v, indices, counts, lengths, **options)
         check_same_bits(before, run(q, *poisoned, indices, counts, lengths, **options))
 
@@ -175,8 +173,8 @@ def test_more_entries_than_blocks():
     check(run(q, k, v, wide, counts, lengths), run(q, k, v, indices, counts, lengths))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_nothing_to_attend_to(layout):
+@pytest.mark.parametrize("packed", [False, True])
+def test_nothing_to_attend_to(packed):
     """No block selected, an empty row, a block behind the length, a window that has passed: weight 0, never
     NaN, never the mean of V. A row and a KV head beside it that do read are as they were."""
     lengths = [9, 0, 9, 9, 9]
@@ -184,7 +182,7 @@ def test_nothing_to_attend_to(layout):
     positions = np.array([[9, 10, 11]] * 3 + [[30, 31, 32]] + [[9, 10, 11]], np.int32)
     indices = np.broadcast_to(np.array([[0], [1], [3], [0], [0]], np.int32)[:, None], (5, 2, 1))
     counts = np.array([[0, 1], [1, 1], [1, 1], [1, 1], [1, 1]], np.int32)
-    options = {"layout": layout, "window": 12, "positions": positions}
+    options = {"packed": packed, "window": 12, "positions": positions}
     out, lse = (np.asarray(x) for x in run(q, k, v, indices, counts, lengths, **options))
     empty = np.zeros((5, 6), bool)  # [B, H]
     empty[0, :3] = empty[1:4] = True
@@ -207,21 +205,21 @@ def test_disjoint_sets_merge_to_their_union():
     np.testing.assert_allclose(merged, out, atol=2e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_more_tokens_than_a_step_has(layout):
+@pytest.mark.parametrize("packed", [False, True])
+def test_more_tokens_than_a_step_has(packed):
     num_tokens = 1 + STEP_ROWS // 3
     q, k, v, lengths, positions = tensors([1, 7, CAPACITY], num_tokens=num_tokens)
     indices, counts = random_blocks(3, 2)
-    result = run(q, k, v, indices, counts, lengths, layout=layout)
+    result = run(q, k, v, indices, counts, lengths, packed=packed)
     check(result, naive(q, k, v, indices, counts, lengths, positions=positions))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_bfloat16(layout):
+@pytest.mark.parametrize("packed", [False, True])
+def test_bfloat16(packed):
     """Inputs are rounded before both; what is left is the rounding of the weights to bfloat16."""
     q, k, v, lengths, positions = tensors(EDGES, dtype="bfloat16")
     indices, counts = random_blocks(len(EDGES), 2)
-    out, lse = run(q, k, v, indices, counts, lengths, layout=layout)
+    out, lse = run(q, k, v, indices, counts, lengths, packed=packed)
     expected, expected_lse = naive(q, k, v, indices, counts, lengths, positions=positions)
     check((out,), (expected,), TOLERANCE["bfloat16"])
     check((lse,), (expected_lse,))
@@ -249,9 +247,9 @@ def test_refusals():
     q, k, v, lengths, _ = tensors([5, 6])
     indices, counts = random_blocks(2, 2)
     good = (q, k, v, indices, counts, lengths)
-    with pytest.raises(ValueError, match=r"layout='SBKD'; allowed: BKSD, BSKD"):
-        run(*good, layout="SBKD")
-    with pytest.raises(NotImplementedError, match=r"implementation='tpu'; allowed: xla"):
+    with pytest.raises(
+        NotImplementedError, match=r"implementation='tpu'; allowed: xla, pallas_tpu, pallas_tpu_interp"
+    ):
         run(*good, implementation="tpu")
     with pytest.raises(ValueError, match=r"block_size=5 does not divide a cache of 24 positions"):
         run(*good, block_size=5)
@@ -260,7 +258,7 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"window=3 needs positions"):
         run(*good, window=3)
     for bad_q, bad_k, bad_v in [(q[:, :, :5], k, v), (q[..., :4], k, v), (q, k, v[:, :-1])]:
-        with pytest.raises(ValueError, match="do not fit layout BKSD"):
+        with pytest.raises(ValueError, match="do not fit each other"):
             run(bad_q, bad_k, bad_v, indices, counts, lengths)
     for bad_indices, bad_counts in [
         (indices[:1], counts[:1]),

@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels.cache_attention import cache_attention
 from pallas_kernels.cache_attention.reference import STEP_ROWS, block_of_positions
-from pallas_kernels.platform import LAYOUTS
+from pallas_kernels.packing import pack_heads
 
 CAPACITY = 12
 
@@ -39,10 +39,10 @@ def inputs(*, lengths, heads=6, kv_heads=2, num_tokens=3, dim=8, dtype="float32"
     return q, k, v, lengths, positions
 
 
-def run(q, k, v, lengths, positions, layout, **options):
-    if layout == "BKSD":
-        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    return cache_attention(q, k, v, lengths, positions, layout=layout, **options)
+def run(q, k, v, lengths, positions, packed, **options):
+    group = k.shape[2] if packed else 1
+    k, v = pack_heads(k, group), pack_heads(v, group)
+    return cache_attention(q, k, v, lengths, positions, **options)
 
 
 def check(result, expected, tolerance=2e-5):
@@ -51,25 +51,25 @@ def check(result, expected, tolerance=2e-5):
         np.testing.assert_allclose(got, want, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (3, 3), (4, 1), (9, 3)])
-def test_ragged_lengths_and_groups(layout, heads, kv_heads):
+def test_ragged_lengths_and_groups(packed, heads, kv_heads):
     arguments = inputs(lengths=[0, 1, 7, CAPACITY], heads=heads, kv_heads=kv_heads)
-    check(run(*arguments, layout), naive(*arguments))
+    check(run(*arguments, packed), naive(*arguments))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lengths", [[0, 1, CAPACITY], [3, 4, 5], [0, 0, 0]])
-def test_many_tokens_go_block_by_block(layout, dtype, lengths):
+def test_many_tokens_go_block_by_block(packed, dtype, lengths):
     """A prefill chunk has more query rows than a step: positions are visited in blocks of 4 here."""
     assert block_of_positions(1, CAPACITY) == 4
     num_tokens = 1 + STEP_ROWS // 3
     arguments = inputs(lengths=lengths, num_tokens=num_tokens, dtype=dtype)
     tolerance = 2e-5 if dtype == "float32" else 2e-2
-    check(run(*arguments, layout), naive(*arguments), tolerance)
+    check(run(*arguments, packed), naive(*arguments), tolerance)
     for window in (1, 5, 50):  # the last queries of a narrow one see nothing of the cache
-        check(run(*arguments, layout, window=window), naive(*arguments, window=window), tolerance)
+        check(run(*arguments, packed, window=window), naive(*arguments, window=window), tolerance)
 
 
 def test_blocks_behind_every_length_are_not_read():
@@ -80,7 +80,7 @@ def test_blocks_behind_every_length_are_not_read():
     dead = np.zeros(CAPACITY, bool)
     dead[8:] = True
     poisoned = (jnp.where(dead[:, None, None], jnp.nan, x) for x in (k, v))
-    check(run(q, *poisoned, lengths, positions, "BKSD"), expected)
+    check(run(q, *poisoned, lengths, positions, False), expected)
 
 
 @pytest.mark.parametrize(
@@ -100,11 +100,11 @@ def test_block_sizes(rows, capacity, block):
     assert block_of_positions(rows, capacity) == block
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("window", [1, 2, 5, CAPACITY, 100])
-def test_windows(layout, window):
+def test_windows(packed, window):
     arguments = inputs(lengths=[0, 1, 7, CAPACITY])
-    check(run(*arguments, layout, window=window), naive(*arguments, window=window))
+    check(run(*arguments, packed, window=window), naive(*arguments, window=window))
 
 
 def test_window_follows_positions_of_siblings():
@@ -112,14 +112,14 @@ def test_window_follows_positions_of_siblings():
     q, k, v, lengths, _ = inputs(lengths=[7, 9])
     positions = lengths[:, None] + np.array([0, 1, 1], np.int32)
     arguments = (q, k, v, lengths, positions)
-    check(run(*arguments, "BKSD", window=4), naive(*arguments, window=4))
+    check(run(*arguments, False, window=4), naive(*arguments, window=4))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_bfloat16(layout):
+@pytest.mark.parametrize("packed", [False, True])
+def test_bfloat16(packed):
     """Inputs are rounded before both; what is left is the rounding of the weights to bfloat16."""
     arguments = inputs(lengths=[1, 7, CAPACITY], dtype="bfloat16")
-    out, lse = run(*arguments, layout)
+    out, lse = run(*arguments, packed)
     expected, expected_lse = naive(*arguments)
     check((out,), (expected,), tolerance=2e-2)
     check((lse,), (expected_lse,), tolerance=2e-5)
@@ -127,34 +127,34 @@ def test_bfloat16(layout):
 
 def test_scale():
     arguments = inputs(lengths=[5])
-    check(run(*arguments, "BKSD", scale=0.5), naive(*arguments, scale=0.5))
+    check(run(*arguments, False, scale=0.5), naive(*arguments, scale=0.5))
 
 
 def test_large_scores_do_not_overflow():
     q, k, v, lengths, positions = inputs(lengths=[6])
-    out, lse = run(q * 100, k, v, lengths, positions, "BKSD")
+    out, lse = run(q * 100, k, v, lengths, positions, False)
     assert np.isfinite(out).all() and np.isfinite(lse).all()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("window", [None, 2])
-def test_nothing_to_attend_to(layout, window):
+def test_nothing_to_attend_to(packed, window):
     """Length 0, or everything outside of the window: weight 0, never NaN, never the mean of V."""
     q, k, v, lengths, _ = inputs(lengths=[0, 4])
     positions = np.array([[0, 1, 2], [6, 7, 8]], np.int32)
-    out, lse = run(q, k, v, lengths, positions, layout, window=window)
+    out, lse = run(q, k, v, lengths, positions, packed, window=window)
     empty = [0] if window is None else [0, 1]
     assert (np.asarray(out)[empty] == 0).all()
     assert np.isneginf(np.asarray(lse)[empty]).all()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_slots_behind_the_length_do_not_count(layout):
+@pytest.mark.parametrize("packed", [False, True])
+def test_slots_behind_the_length_do_not_count(packed):
     q, k, v, lengths, positions = inputs(lengths=[0, 5])
     dead = np.arange(CAPACITY)[None, :, None, None] >= lengths[:, None, None, None]
     poisoned = [jnp.where(dead, 1e4, x) for x in (k, v)]
-    before = run(q, k, v, lengths, positions, layout)
-    after = run(q, *poisoned, lengths, positions, layout)
+    before = run(q, k, v, lengths, positions, packed)
+    after = run(q, *poisoned, lengths, positions, packed)
     for a, b in zip(before, after):
         np.testing.assert_array_equal(a, b)
 
@@ -163,25 +163,15 @@ def test_float32_whatever_the_default_precision():
     """On hardware that multiplies float32 in bfloat16 by default too (a no-op on CPU)."""
     arguments = inputs(lengths=[7])
     with jax.default_matmul_precision("bfloat16"):
-        check(jax.jit(lambda *a: run(*a, "BKSD"))(*arguments), naive(*arguments))
+        check(jax.jit(lambda *a: run(*a, False))(*arguments), naive(*arguments))
 
 
 def test_refusals():
     q, k, v, lengths, positions = inputs(lengths=[5, 6])
-    with pytest.raises(ValueError, match=r"layout='SBKD'; allowed: BKSD, BSKD"):
-        run(q, k, v, lengths, positions, "SBKD")
-    with pytest.raises(NotImplementedError, match=r"implementation='tpu'; allowed: xla"):
-        run(q, k, v, lengths, positions, "BKSD", implementation="tpu")
     for bad_q, bad_k, bad_v in [
         (q[:, :, :5], k, v),  # 5 query heads over 2 KV heads
         (q[..., :4], k, v),  # head_dim
         (q, k, v[:, :-1]),  # another capacity
     ]:
-        with pytest.raises(ValueError, match="do not fit layout BKSD"):
-            run(bad_q, bad_k, bad_v, lengths, positions, "BKSD")
-
-
-def test_named_implementation_is_the_default_here():
-    arguments = inputs(lengths=[7])
-    for a, b in zip(run(*arguments, "BKSD"), run(*arguments, "BKSD", implementation="xla")):
-        np.testing.assert_array_equal(a, b)
+        with pytest.raises(ValueError, match="do not fit each other"):
+            run(bad_q, bad_k, bad_v, lengths, positions, False)

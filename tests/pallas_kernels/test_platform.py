@@ -1,9 +1,23 @@
-from pallas_kernels.platform import LAYOUTS, cache_layout, plain_step_tokens, takes_ragged_experts
+import pytest
+
+from pallas_kernels.platform import heads_per_group, plain_step_tokens, takes_ragged_experts
 
 
-def test_layouts():
-    assert [cache_layout(p) for p in ("cpu", "gpu", "tpu")] == ["BKSD", "BKSD", "BSKD"]
-    assert set(LAYOUTS) == {"BKSD", "BSKD"}
+@pytest.mark.parametrize(
+    ("platform", "head_dim", "kv_heads", "group"),
+    [
+        ("cpu", 64, 8, 1),
+        ("gpu", 64, 8, 1),
+        ("tpu", 64, 8, 2),
+        ("tpu", 64, 3, 1),  # does not divide: lanes stay empty
+        ("tpu", 96, 8, 4),
+        ("tpu", 96, 2, 1),
+        ("tpu", 128, 1, 1),
+        ("tpu", 256, 4, 1),
+    ],
+)
+def test_heads_lie_side_by_side_where_lanes_would_be_empty(platform, head_dim, kv_heads, group):
+    assert heads_per_group(platform, head_dim, kv_heads) == group
 
 
 def test_plain_step_is_padded_only_for_a_single_bfloat16_row_on_cpu():

@@ -59,7 +59,7 @@ def test_a_window(inputs):
 def test_the_oracle_in_a_window(inputs):
     """The dense pass's masses, from keys outside of the window none."""
     q, keys = inputs
-    options = {"block_size": BLOCK, "layout": "BKSD", "window": 20}
+    options = {"block_size": BLOCK, "window": 20}
     masses = np.asarray(block_masses(q, (keys, keys), LENGTHS, NODES, **options))
     assert np.allclose(masses.sum(axis=-1)[:3], [[9, 9], [6, 6], [3, 3]], atol=1e-4)
     assert (masses[0, :, :4] == 0).all() and (masses[0, :, 4:] > 0).all()  # 77 .. 95 are seen
@@ -84,7 +84,7 @@ def test_it_is_attention_where_the_keys_of_a_mean_are_alike(inputs):
     alike = np.repeat(keys[:, :, ::KEYS_PER_MEAN], KEYS_PER_MEAN, axis=2)
 
     def exact(keys):
-        return np.asarray(block_masses(q, (keys, keys), LENGTHS, NODES, block_size=BLOCK, layout="BKSD"))
+        return np.asarray(block_masses(q, (keys, keys), LENGTHS, NODES, block_size=BLOCK))
 
     np.testing.assert_allclose(
         attention_mass(q, fine_means(alike), LENGTHS, NODES), exact(alike), rtol=1e-4, atol=1e-6

@@ -141,7 +141,7 @@ def step():
 def choose_all(plan: SparsityPlan, lengths, queries, keys, live):
     """What each layer reads."""
     plan = plan.attention
-    cache = KVCache(tuple(keys), tuple(keys), "BKSD")
+    cache = KVCache(tuple(keys), tuple(keys))
     start = planned_summaries(plan, MODEL, ROWS, CAPACITY)
     summaries = update_summaries(start, cache, jnp.zeros_like(lengths), lengths, CAPACITY)
     sharding = make_target(MODEL).sharding

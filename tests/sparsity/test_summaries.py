@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.platform import LAYOUTS
+from pallas_kernels.packing import unpack_heads
 from sv_jax.model.cache import KVCache, cache_shape
+from sv_jax.sharding import make_sharding
 from sv_jax.sparsity.summaries import STATISTICS, planned_summaries, summarise, update_summaries
 from tests.sparsity.plain_selection import plain_summary
 from tests.tiny import TINY, attention_plan, replace
@@ -18,11 +19,10 @@ ROWS = 12
 
 def check(summaries, cache, lengths):
     """Every statistic of every block, from the keys alone. Blocks without keys have 0."""
-    axes = [cache.layout.index(axis) for axis in "BKSD"]
     for layer, summary in enumerate(summaries.layers):
         if summary is None:
             continue
-        keys = np.transpose(np.asarray(cache.keys[layer]), axes)
+        keys = np.asarray(unpack_heads(cache.keys[layer], MODEL.head_dim))
         for name, got in summary.items():
             expected = [
                 plain_summary(name, row, n, summaries.block_size) for row, n in zip(keys, lengths.tolist())
@@ -55,7 +55,7 @@ def test_bfloat16_keys_are_averaged_in_float32():
     np.testing.assert_allclose(mean, 1 + 0.5 / 128, rtol=1e-6)  # bfloat16 would round it to 1
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize(
     ("block_size", "num_tokens", "score"),
     [
@@ -69,19 +69,19 @@ def test_bfloat16_keys_are_averaged_in_float32():
         (64, 20, "mass"),
     ],
 )
-def test_random_accepts_and_rejects(layout, block_size, num_tokens, score):
+def test_random_accepts_and_rejects(group, block_size, num_tokens, score):
     """Steps that write T slots and keep some of them, in rows that end up all over the cache, row 0 at its
     very end. What is rejected is NaN: it must show nowhere, neither then nor once it is written over."""
     rng = np.random.default_rng(0)
     plan = attention_plan(MODEL, block_size=block_size, score=score, anchors=(0, 2)).attention
-    layers = (jnp.zeros(cache_shape(MODEL, ROWS, CAPACITY, layout)),) * MODEL.num_layers
-    cache, summaries = KVCache(layers, layers, layout), planned_summaries(plan, MODEL, ROWS, CAPACITY)
+    layers = (jnp.zeros(cache_shape(MODEL, ROWS, CAPACITY, group)),) * MODEL.num_layers
+    cache, summaries = KVCache(layers, layers), planned_summaries(plan, MODEL, ROWS, CAPACITY)
     assert [layer is not None for layer in summaries.layers] == [True, False, True]
     lengths, last_start = np.zeros(ROWS, np.int32), CAPACITY - num_tokens
 
     @jax.jit
     def commit(cache, summaries, new_kv, before, after):
-        cache = cache.write(new_kv, before)
+        cache = cache.write(new_kv, before, make_sharding(MODEL))
         return cache, update_summaries(summaries, cache, before, after, num_tokens)
 
     step = 0

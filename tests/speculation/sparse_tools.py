@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.platform import Layout
+from pallas_kernels.packing import pack_heads
 from sv_jax.config import ModelConfig
-from sv_jax.model.attention import Selection
 from sv_jax.model.cache import KVCache
+from sv_jax.model.cached_attention import Selection
 from sv_jax.model.choices import Choices
 from sv_jax.model.transformer import Params, Transformer, compute_logits, forward
 from sv_jax.sparsity.plan import SparsityPlan
@@ -43,7 +43,7 @@ class Step(NamedTuple):
 
 
 def random_cache(
-    model: ModelConfig, batch: int, capacity: int, *, layout: Layout = "BKSD", dtype: str = "float32"
+    model: ModelConfig, batch: int, capacity: int, *, group: int = 1, dtype: str = "float32"
 ) -> KVCache:
     """Keys and values so large that it shows in the logits which of them are read."""
     rng = np.random.default_rng(0)
@@ -53,9 +53,9 @@ def random_cache(
     keys += np.repeat(rng.normal(size=(*shape[1:4], capacity // 16, shape[-1])), 16, axis=3)
 
     def layers(arrays: np.ndarray) -> tuple[jax.Array, ...]:
-        return tuple(jnp.asarray(x if layout == "BKSD" else x.swapaxes(1, 2), dtype) for x in arrays)
+        return tuple(pack_heads(jnp.asarray(x.swapaxes(1, 2), dtype), group) for x in arrays)
 
-    return KVCache(layers(keys), layers(values), layout)
+    return KVCache(layers(keys), layers(values))
 
 
 def random_draft(batch: int, parents: tuple[int, ...]) -> Draft:
@@ -64,7 +64,7 @@ def random_draft(batch: int, parents: tuple[int, ...]) -> Draft:
 
 
 def check_summaries(state: SpeculationState, tolerance: float = 1e-6) -> None:
-    """Every statistic of every block that holds a committed key; blocks behind have 0. Layouts are BKSD."""
+    """Every statistic of every block that holds a committed key; blocks behind have 0. Heads lie alone."""
     assert state.summaries is not None
     lengths, size = state.lengths.tolist(), state.summaries.block_size
     for keys, summary in zip(state.cache.keys, state.summaries.layers):
@@ -128,7 +128,7 @@ def run_compact(
 ) -> jax.Array:
     """Logits of dense verification over a cache that holds the selected blocks and nothing else.
 
-    Layouts are BKSD, and every KV head of a row has the same number of blocks, the last committed one among
+    Heads lie alone, and every KV head of a row has the same number of blocks, the last committed one among
     them: so that one length fits all. Keys have their rotation already, so it does not matter where they lie.
     """
     size = chosen[0].block_size
@@ -146,6 +146,6 @@ def run_compact(
     )
     ancestors = ancestor_mask(draft.parents)
     positions = lengths[:, None] + node_depths(ancestors)
-    compact = KVCache(keys, values, cache.layout)
+    compact = KVCache(keys, values)
     hidden = forward(target, params, draft.tokens, positions, compact, kept, ancestors).hidden
     return compute_logits(target, params, hidden)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sv_jax.sharding import make_sharding
 from sv_jax.speculation.commit import commit, cut_at_ends
 from sv_jax.speculation.loop import has_room
 from sv_jax.speculation.request import make_request
@@ -90,6 +91,10 @@ def rows_of(state):
             yield layer, part, array[:, 0, :, 0]
 
 
+def commit_jitted(*arguments):
+    return jax.jit(commit, static_argnums=5)(*arguments, make_sharding(TINY))
+
+
 def test_rows_with_different_acceptance():
     """Each row gets the K/V of its own path at its own length; a finished one emits nothing."""
     lengths = [5, 2, 9, 7]
@@ -99,7 +104,7 @@ def test_rows_with_different_acceptance():
     before = make_state(lengths, finished=[False, False, False, True])
     draft = Draft(jnp.zeros((4, T), jnp.int32), jnp.array([[-1, 0, 0, 2]] * 4))
     acceptance = Acceptance(jnp.array(tokens), jnp.array(emitted), jnp.array(paths))
-    after = jax.jit(commit)(before, draft, draft, marked_kv(4), acceptance)
+    after = commit_jitted(before, draft, draft, marked_kv(4), acceptance)
 
     assert after.lengths.tolist() == [8, 3, 13, 7]
     assert after.finished.tolist() == [False, False, False, True]
@@ -131,7 +136,7 @@ def commit_chain(state, tokens):
     draft = Draft(jnp.zeros((batch, T), jnp.int32), jnp.array([[-1, 0, 1, 2]] * batch))
     path = jnp.array([list(range(T))] * batch)
     acceptance = Acceptance(jnp.array(tokens), jnp.full(batch, T), path)
-    return jax.jit(commit)(state, draft, draft, marked_kv(batch), acceptance)
+    return commit_jitted(state, draft, draft, marked_kv(batch), acceptance)
 
 
 def test_an_end_inside_the_accepted_run_truncates_the_row():

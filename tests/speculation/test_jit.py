@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sv_jax.ahead_of_time import hlo
 from sv_jax.drafts.none import NoDraft
 from sv_jax.drafts.prompt_lookup import PromptLookup
 from sv_jax.sampling_params import SamplingParams
@@ -16,7 +17,6 @@ from sv_jax.speculation.prefill import prefill_chunk
 from sv_jax.speculation.request import make_request
 from sv_jax.speculation.state import start_state
 from sv_jax.speculation.types import Draft
-from tests import hlo
 from tests.tiny import TINY, histograms, make_model, prefilled, random_prompts, replace, run_to_end
 
 # Sizes that no other array has: the cache, each weight and each activation can be told apart.

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sv_jax.ahead_of_time import hlo
 from sv_jax.drafts.none import NoDraft
 from sv_jax.drafts.prompt_lookup import PromptLookup
 from sv_jax.sampling_params import SamplingParams
 from sv_jax.sharding import make_sharding
 from sv_jax.speculation.logprobs import top_logits
-from tests import hlo
 from tests.drafters import run_script
 from tests.plain_decoder import logits_of
 from tests.tiny import TINY, decode, make_model, prefilled, random_prompts, replace, row_counts, sequences

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sv_jax.ahead_of_time import hlo
 from sv_jax.drafts.none import NoDraft
 from sv_jax.drafts.prompt_lookup import PromptLookup
 from sv_jax.speculation.loop import decode_slice
 from sv_jax.speculation.request import make_request
 from sv_jax.speculation.state import start_state
-from tests import hlo
 from tests.speculation.test_jit import (
     CAPACITY,
     COMPILING,

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from sv_jax.model.attention import Selection
+from sv_jax.model.cached_attention import Selection
 from sv_jax.model.choices import Choices
 from sv_jax.model.transformer import forward
 from sv_jax.speculation.types import StepReads
@@ -40,9 +40,9 @@ LENGTHS = [*edges(16, CAPACITY), 60, 77, 90, 101]
 HELD = [plain_blocks(n, 16) for n in LENGTHS]
 
 
-def setting(model, lengths=LENGTHS, *, parents=TREE, capacity=CAPACITY, layout="BKSD", dtype="float32"):
+def setting(model, lengths=LENGTHS, *, parents=TREE, capacity=CAPACITY, group=1, dtype="float32"):
     """Arguments of run_dense, and of run_sparse up to the plan."""
-    cache = random_cache(model, len(lengths), capacity, layout=layout, dtype=dtype)
+    cache = random_cache(model, len(lengths), capacity, group=group, dtype=dtype)
     draft = random_draft(len(lengths), parents)
     return *loud_model(model, dtype), cache, np.array(lengths, np.int32), draft
 
@@ -68,19 +68,19 @@ def check_same_bits(before, after):
 
 
 @pytest.mark.parametrize(
-    ("block_size", "model", "parents", "layout", "score"),
+    ("block_size", "model", "parents", "group", "score"),
     [
-        (16, GQA, CHAIN, "BKSD", "mean"),
-        (32, MHA, TREE, "BSKD", "bound"),
-        (64, WINDOWED, TREE, "BKSD", "mean"),
-        (128, GQA, CHAIN, "BSKD", "mean"),
+        (16, GQA, CHAIN, 1, "mean"),
+        (32, MHA, TREE, 2, "bound"),
+        (64, WINDOWED, TREE, 1, "mean"),
+        (128, GQA, CHAIN, 2, "mean"),
     ],
 )
-def test_everything_kept_is_dense(block_size, model, parents, layout, score):
+def test_everything_kept_is_dense(block_size, model, parents, group, score):
     """Rows around the edges of blocks, an empty one among them."""
     capacity = 2 * max(64, block_size)
     lengths = edges(block_size, capacity)
-    arguments = setting(model, lengths, parents=parents, capacity=capacity, layout=layout)
+    arguments = setting(model, lengths, parents=parents, capacity=capacity, group=group)
     dense = run_dense(*arguments)
     assert np.asarray(dense.logits).std() > 0.8  # or the tolerance says little
     plan = attention_plan(model, block_size=block_size, keep=1.0, score=score)

@@ -1,4 +1,4 @@
-"""Just enough of a reader of compiled HLO text to ask what runs inside of a loop."""
+"""Just enough of a reader of compiled HLO text to ask what runs inside of a loop, and what is copied."""
 
 from __future__ import annotations
 
@@ -88,7 +88,33 @@ def instructions(text: str) -> list[Instruction]:
     return [instruction for module in computations(text).values() for instruction in module]
 
 
+COPIES = ("copy", "copy-start", "transpose", "convert")
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+
+
 def copies(among: list[Instruction], dims: tuple[int, ...]) -> list[str]:
     """Lines that copy an array of these sizes, by any name."""
-    opcodes = ("copy", "copy-start", "transpose", "convert")
-    return [i.line for i in among if i.opcode in opcodes and i.has_shape(dims)]
+    return [i.line for i in among if i.opcode in COPIES and i.has_shape(dims)]
+
+
+def collectives(among: list[Instruction]) -> list[str]:
+    """The kind of each instruction that talks to other devices; what is awaited later counts once."""
+    kinds = (i.opcode.removesuffix("-start") for i in among)
+    return [kind for kind in kinds if kind in COLLECTIVES]
+
+
+def materialised_copies(text: str, dims: tuple[int, ...]) -> list[str]:
+    """Lines that write a copy of an array of these sizes to memory, relayouts among them.
+
+    Instructions within a fusion write nothing, but for its root. A copy to fast memory, S(1), is a read that
+    is early, not a copy.
+    """
+    modules = computations(text)
+    fused = {name for module in modules.values() for i in module if i.opcode == "fusion" for name in i.called}
+    roots = {name: module[-1].opcode for name, module in modules.items() if module}
+
+    def writes_copy(i: Instruction) -> bool:
+        copying = i.opcode in COPIES or (i.opcode == "fusion" and any(roots[c] in COPIES for c in i.called))
+        return copying and i.has_shape(dims) and "S(1)" not in i.line.split(i.opcode + "(", 1)[0]
+
+    return [i.line for name, module in modules.items() if name not in fused for i in module if writes_copy(i)]
