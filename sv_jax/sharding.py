@@ -6,10 +6,11 @@ import contextlib
 import dataclasses
 import math
 import os
+from typing import cast
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sv_jax.config import ModelConfig, UserError
 
@@ -76,6 +77,17 @@ class Sharding:
             whole += (" and " if whole else "") + "vocabulary" if "vocab" in self.replicated else ""
             text += f"; {whole} replicated over model (does not divide by {self.model_size})"
         return text
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedSharding(Sharding):
+    """Of devices that are not here: its shards have shapes, and nothing can be put on them."""
+
+    planned_platform: str = "cpu"  # "cpu", "gpu" or "tpu"
+
+    @property
+    def platform(self) -> str:
+        return self.planned_platform
 
 
 def parse_mesh(text: str) -> tuple[int, int]:
@@ -156,6 +168,16 @@ def _check_division(config: ModelConfig, mesh_shape: dict[str, int]) -> None:
         )
 
 
+def _whole_axes(config: ModelConfig, model: int) -> frozenset[str]:
+    """Logical axes that do not divide by the model axis and may stay whole on each device."""
+    whole = set()
+    if config.num_heads % model or config.num_kv_heads % model:
+        whole |= {"heads", "kv_heads"}
+    if config.vocab_size % model:
+        whole.add("vocab")
+    return frozenset(whole)
+
+
 def make_sharding(config: ModelConfig, mesh_shape: tuple[int, int] = (1, 1)) -> Sharding:
     """Sharding of a model on the first D*M devices.
 
@@ -166,11 +188,18 @@ def make_sharding(config: ModelConfig, mesh_shape: tuple[int, int] = (1, 1)) -> 
     data, model = mesh_shape
     _check_division(config, {DATA: data, MODEL: model})
     ensure_devices(data * model)
-    replicated = set()
-    if config.num_heads % model or config.num_kv_heads % model:
-        replicated |= {"heads", "kv_heads"}
-    if config.vocab_size % model:
-        replicated.add("vocab")
     devices = np.array(jax.devices()[: data * model]).reshape(data, model)
     mesh = Mesh(devices, (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
-    return Sharding(mesh, frozenset(replicated))
+    return Sharding(mesh, _whole_axes(config, model))
+
+
+def plan_sharding(config: ModelConfig, mesh_shape: tuple[int, int], platform: str) -> PlannedSharding:
+    """What `make_sharding` would make on devices of `platform` ("cpu", "gpu", "tpu"); it needs none of them.
+
+    Raises UserError where `make_sharding` does for what does not divide.
+    """
+    data, model = mesh_shape
+    _check_division(config, {DATA: data, MODEL: model})
+    mesh = AbstractMesh(mesh_shape, (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
+    # An abstract mesh has the shape and the names of a Mesh, which is all that shapes of shards ask for.
+    return PlannedSharding(cast(Mesh, mesh), _whole_axes(config, model), platform)
