@@ -21,6 +21,7 @@ from sv_jax.config import UserError
 from sv_jax.interrupts import INTERRUPTED, deferred_interrupts
 from sv_jax.option_table import flag
 from sv_jax.options import GenerateOptions, parse_options
+from sv_jax.plan_only import check_plan, run_plan
 from sv_jax.sparsity_options import read_sparsity_options
 from sv_jax.summary import jsonable, lossless_lines, provenance_lines, summary_lines
 from sv_jax.text_output import live_printer, print_rows
@@ -184,6 +185,9 @@ def json_line(result: GenerationResult, report: LosslessReport | None) -> str:
 
 def run(options: GenerateOptions) -> int:
     """One run of the command line. Returns the exit code."""
+    check_plan(options)
+    if options.plan_only:
+        return run_plan(options)
     settings, prompts = request_settings(options), read_prompts(options)
     from sv_jax.sharding import parse_mesh
 

@@ -23,6 +23,7 @@ from sv_jax.option_table import (
     flag,
     override,
 )
+from sv_jax.planning.hardware import PLATFORMS
 from sv_jax.sampling_params import GREEDY, RANGES, SamplingParams
 from sv_jax.sparsity.config import PAPER_L0, PAPER_RHO
 from sv_jax.sparsity.ffn_config import CHANNEL_RULES, EXPERT_RANGES, KEEP, OUTSIDE, READINGS, THRESHOLD
@@ -221,6 +222,22 @@ class GenerateOptions:
     stream: bool = declare(True, "flag", "print text while it is generated")
     cache_dir: str | None = declare(
         None, "text", "where fetched and converted weights go (default: the user's cache)", metavar="DIR"
+    )
+    plan_only: bool = declare(
+        False,
+        "flag",
+        "run nothing: from the config of --model alone (a directory, a config.json, llama-3.1-8b or "
+        "qwen3-30b-a3b) say whether it fits the chips of --platform, and what a step must read there",
+    )
+    platform: str | None = declare(
+        None, "text", "with --plan-only: the chips of the mesh", choices=tuple(PLATFORMS)
+    )
+    batch_size: int | None = declare(
+        None,
+        "number",
+        "with --plan-only: rows that are decoded together (default: as --max-batch-size)",
+        metavar="B",
+        range=at_least(1),
     )
 
     @property

@@ -7,23 +7,26 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sv_jax.config import ModelConfig, UserError
 
 DATA, MODEL = "data", "model"
 COLLECTIVE_TIMEOUT_SECONDS = 600
 
-LOGICAL_AXES: dict[str, str | tuple[str, ...] | None] = {
+MeshAxes = str | tuple[str, ...] | None
+
+LOGICAL_AXES: dict[str, MeshAxes] = {
     "batch": DATA,
+    "kv_length": None,  # positions of the cache
     "heads": MODEL,
     "kv_heads": MODEL,
     "ffn": MODEL,
-    "experts": MODEL,  # (DATA, MODEL): over all devices; the tokens of all rows then travel to them
+    "experts": MODEL,
     "all_experts": None,  # the router's outputs: each device chooses among all
     "one": None,
     "vocab": MODEL,
@@ -32,22 +35,57 @@ LOGICAL_AXES: dict[str, str | tuple[str, ...] | None] = {
 }
 
 
+KV_SHARDS = ("none", "data")
+EXPERT_SHARDS = ("model", "all")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cuts:
+    """What a run may cut otherwise than LOGICAL_AXES says.
+
+    kv_shard: "data" cuts the cache's positions over the data axis in place of the batch's rows: for one long
+      row, or few. Every data shard then computes all rows, over its own positions.
+    expert_shard: "all" cuts experts over all devices; the tokens of all rows then travel to them.
+    """
+
+    kv_shard: str = "none"  # of KV_SHARDS
+    expert_shard: str = "model"  # of EXPERT_SHARDS
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("kv_shard", KV_SHARDS), ("expert_shard", EXPERT_SHARDS)):
+            if getattr(self, name) not in allowed:
+                raise UserError(f"{name}={getattr(self, name)!r}; allowed: {', '.join(allowed)}")
+
+    def axes(self, logical: str) -> MeshAxes:
+        """The mesh axes that a logical axis is cut over."""
+        if self.kv_shard == "data" and logical in ("batch", "kv_length"):
+            return DATA if logical == "kv_length" else None
+        if self.expert_shard == "all" and logical == "experts":
+            return DATA, MODEL
+        return LOGICAL_AXES[logical]
+
+
 @dataclasses.dataclass(frozen=True)
 class Sharding:
     """A mesh ("data", "model") and the logical axes that are cut over it. Hashable: a static argument."""
 
     mesh: Mesh
     replicated: frozenset[str] = frozenset()  # logical axes that do not divide and stay whole
+    cuts: Cuts = Cuts()
 
     def spec(self, *logical: str | None) -> PartitionSpec:
         """PartitionSpec of an array with these logical axes; None for an axis without a name."""
         return PartitionSpec(
-            *(None if a is None or a in self.replicated else LOGICAL_AXES[a] for a in logical)
+            *(None if a is None or a in self.replicated else self.cuts.axes(a) for a in logical)
         )
 
     def mesh_axes(self, logical: str) -> tuple[str, ...]:
         """The mesh axes that a logical axis is cut over; (): it is whole on each device."""
-        return () if logical in self.replicated else _mesh_axes(logical)
+        return () if logical in self.replicated else _as_tuple(self.cuts.axes(logical))
+
+    def parts(self, logical: str) -> int:
+        """Into how many parts a logical axis is cut."""
+        return math.prod(self.mesh.shape[axis] for axis in self.mesh_axes(logical))
 
     def named(self, *logical: str | None) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(*logical))
@@ -60,7 +98,8 @@ class Sharding:
 
     @property
     def data_size(self) -> int:
-        return self.mesh.shape[DATA]
+        """Into how many parts the rows of a batch are cut."""
+        return self.parts("batch")
 
     @property
     def model_size(self) -> int:
@@ -72,12 +111,23 @@ class Sharding:
 
     def describe(self) -> str:
         """One line for a person: devices, and what stays whole on each of them."""
-        text = f"mesh {self.data_size}x{self.model_size} (data x model) of {self.platform} devices"
+        text = f"mesh {self.mesh.shape[DATA]}x{self.model_size} (data x model) of {self.platform} devices"
         if self.model_size > 1 and self.replicated:
             whole = "attention" if "heads" in self.replicated else ""
             whole += (" and " if whole else "") + "vocabulary" if "vocab" in self.replicated else ""
             text += f"; {whole} replicated over model (does not divide by {self.model_size})"
         return text
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedSharding(Sharding):
+    """Of devices that are not here: its shards have shapes, and nothing can be put on them."""
+
+    planned_platform: str = "cpu"  # "cpu", "gpu" or "tpu"
+
+    @property
+    def platform(self) -> str:
+        return self.planned_platform
 
 
 Axes = tuple[str | None, ...]
@@ -149,26 +199,28 @@ def _allow_slow_collectives() -> None:
     os.environ["XLA_FLAGS"] = flags.strip()
 
 
-def _mesh_axes(logical: str) -> tuple[str, ...]:
-    axes = LOGICAL_AXES[logical]
+def _as_tuple(axes: MeshAxes) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else axes or ()
 
 
-def _cut_sizes(config: ModelConfig) -> dict[str, tuple[int, tuple[str, ...]]]:
+def _cut_sizes(config: ModelConfig, cuts: Cuts) -> dict[str, tuple[int, tuple[str, ...]]]:
     """What has to divide by the mesh axes that it is cut over: sizes by name, with these axes."""
     sizes = {}
     if not all(config.has_experts(layer) for layer in range(config.num_layers)):
-        sizes["intermediate_size"] = config.intermediate_size, _mesh_axes("ffn")
+        sizes["intermediate_size"] = config.intermediate_size, _as_tuple(cuts.axes("ffn"))
     if config.moe is not None:
-        sizes["num_experts"] = config.moe.num_experts, _mesh_axes("experts")
+        sizes["num_experts"] = config.moe.num_experts, _as_tuple(cuts.axes("experts"))
         if config.moe.shared_expert_size:
-            sizes["shared_expert_intermediate_size"] = config.moe.shared_expert_size, _mesh_axes("ffn")
+            sizes["shared_expert_intermediate_size"] = (
+                config.moe.shared_expert_size,
+                _as_tuple(cuts.axes("ffn")),
+            )
     return sizes
 
 
-def _check_division(config: ModelConfig, mesh_shape: dict[str, int]) -> None:
+def _check_division(config: ModelConfig, mesh_shape: dict[str, int], cuts: Cuts) -> None:
     """Raises UserError for the first size that does not divide, with the numbers of shards that all allow."""
-    sizes = _cut_sizes(config)
+    sizes = _cut_sizes(config, cuts)
     for name, (size, axes) in sizes.items():
         shards = math.prod(mesh_shape[axis] for axis in axes)
         if size % shards == 0:
@@ -182,27 +234,46 @@ def _check_division(config: ModelConfig, mesh_shape: dict[str, int]) -> None:
         )
 
 
-def shard_model(config: ModelConfig, mesh: Mesh) -> Sharding:
+def _whole_axes(config: ModelConfig, model: int) -> frozenset[str]:
+    """Logical axes that do not divide by the model axis and may stay whole on each device."""
+    whole = set()
+    if config.num_heads % model or config.num_kv_heads % model:
+        whole |= {"heads", "kv_heads"}
+    if config.vocab_size % model:
+        whole.add("vocab")
+    return frozenset(whole)
+
+
+def shard_model(config: ModelConfig, mesh: Mesh, cuts: Cuts = Cuts()) -> Sharding:
     """Sharding of a model on a mesh ("data", "model").
 
     Attention heads (or the vocabulary) that do not divide by M are kept whole on each device; an FFN, or a
     number of experts, that does not divide by the devices it is cut over is refused, since then nearly
     everything would be computed M times over.
     """
-    model = mesh.shape[MODEL]
-    _check_division(config, dict(mesh.shape))
-    replicated = set()
-    if config.num_heads % model or config.num_kv_heads % model:
-        replicated |= {"heads", "kv_heads"}
-    if config.vocab_size % model:
-        replicated.add("vocab")
-    return Sharding(mesh, frozenset(replicated))
+    _check_division(config, dict(mesh.shape), cuts)
+    return Sharding(mesh, _whole_axes(config, mesh.shape[MODEL]), cuts)
 
 
-def make_sharding(config: ModelConfig, mesh_shape: tuple[int, int] = (1, 1)) -> Sharding:
+def make_sharding(config: ModelConfig, mesh_shape: tuple[int, int] = (1, 1), cuts: Cuts = Cuts()) -> Sharding:
     """Sharding of a model on the first D*M devices, see `shard_model`."""
     data, model = mesh_shape
-    _check_division(config, {DATA: data, MODEL: model})  # before devices are looked for
+    _check_division(config, {DATA: data, MODEL: model}, cuts)  # before devices are looked for
     ensure_devices(data * model)
     devices = np.array(jax.devices()[: data * model]).reshape(data, model)
-    return shard_model(config, Mesh(devices, (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto)))
+    mesh = Mesh(devices, (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
+    return shard_model(config, mesh, cuts)
+
+
+def plan_sharding(
+    config: ModelConfig, mesh_shape: tuple[int, int], platform: str, cuts: Cuts = Cuts()
+) -> PlannedSharding:
+    """What `make_sharding` would make on devices of `platform` ("cpu", "gpu", "tpu"); it needs none of them.
+
+    Raises UserError where `make_sharding` does for what does not divide.
+    """
+    data, model = mesh_shape
+    _check_division(config, {DATA: data, MODEL: model}, cuts)
+    mesh = AbstractMesh(mesh_shape, (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
+    # An abstract mesh has the shape and the names of a Mesh, which is all that shapes of shards ask for.
+    return PlannedSharding(cast(Mesh, mesh), _whole_axes(config, model), cuts, platform)

@@ -77,6 +77,9 @@ def test_defaults():
         "json": False,
         "stream": True,
         "cache_dir": None,
+        "plan_only": False,
+        "platform": None,
+        "batch_size": None,
     }
     assert dataclasses.asdict(GenerateOptions()) == expected
     assert GenerateOptions().sampling == SamplingParams()
@@ -120,6 +123,9 @@ SPELLINGS = [
     ("json", ["--json"], "json = true", True),
     ("stream", ["--no-stream"], "stream = false", False),
     ("cache_dir", ["--cache-dir", "d"], 'cache-dir = "d"', "d"),
+    ("plan_only", ["--plan-only"], "plan-only = true", True),
+    ("platform", ["--platform", "gpu:h200"], 'platform = "gpu:h200"', "gpu:h200"),
+    ("batch_size", ["--batch-size", "4"], "batch-size = 4", 4),
 ]
 
 
@@ -201,6 +207,11 @@ BAD_ARGUMENTS = [
         "--min-new-tokens 129 is not allowed; allowed: at most --max-new-tokens, 128",
     ),
     (["--draft-method", "eagle"], "--draft-method 'eagle' is not allowed; allowed: prompt-lookup, none"),
+    (
+        ["--platform", "tpu:v4"],
+        "--platform 'tpu:v4' is not allowed; allowed: tpu:v5e, tpu:v6e, tpu:v5p, gpu:h100, gpu:h200",
+    ),
+    (["--batch-size", "0"], "--batch-size 0 is not allowed; allowed: a whole number of at least 1"),
     (["--dtype", "float16"], "--dtype 'float16' is not allowed; allowed: float32, bfloat16"),
     (["--max-batch-size", "1.5"], "--max-batch-size '1.5' is not allowed"),
     (["--model", ""], "--model '' is not allowed; allowed: text that is not empty"),

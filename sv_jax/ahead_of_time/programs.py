@@ -16,7 +16,7 @@ from sv_jax.config import ModelConfig
 from sv_jax.drafts.none import NoDraft
 from sv_jax.drafts.prompt_lookup import PromptLookup
 from sv_jax.model.transformer import Transformer, abstract_params
-from sv_jax.sharding import Sharding, shard_model
+from sv_jax.sharding import Cuts, Sharding, shard_model
 from sv_jax.sparsity.config import SparsityConfig
 from sv_jax.sparsity.plan import SparsityPlan, make_plan
 from sv_jax.speculation.loop import decode_slice
@@ -37,6 +37,7 @@ class SliceProgram:
     num_speculative_tokens: int  # K; a step verifies T = K + 1 tokens a row
     sparsity: SparsityConfig | None = None
     implementation: str | None = None  # of attention over the cache
+    cuts: Cuts = Cuts()
     dtype: str = "bfloat16"
 
 
@@ -80,7 +81,7 @@ def lower_slice(program: SliceProgram) -> tuple[Any, SpeculationState, str]:
         that the implementation does not take.
     """
     found = find_target(program.platform, program.mesh[0] * program.mesh[1])
-    sharding = shard_model(program.config, found.mesh(program.mesh))
+    sharding = shard_model(program.config, found.mesh(program.mesh), program.cuts)
     target = Transformer(program.config, program.dtype, sharding, program.implementation)
     plan = None if program.sparsity is None else make_plan(program.sparsity, program.config)
     state = abstract_state(target, program.batch, program.capacity, plan)

@@ -11,23 +11,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from sv_jax.config import UserError
+from sv_jax.planning.hardware import PLATFORMS, smallest_topology
 from sv_jax.sharding import DATA, MODEL
 
-# Smallest first; v5p's chips hang together in three dimensions.
-_FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4")
-TPU_SLICES: dict[str, tuple[str, ...]] = {
-    # v5e's hosts of eight chips are 4 by 2 in libtpu's names.
-    "v5e": tuple("4x2" if shape == "2x4" else shape for shape in _FLAT),
-    "v6e": _FLAT,
-    "v5p": _CUBES,
-}
-GPUS = ("h100", "h200")
 _MOST_GPUS = 8  # of a host, all of them linked
 
 # libtpu looks for a TPU of its own unless told what to be.
@@ -52,8 +42,8 @@ dnn_version_info {{ major: 9 minor: 12 }}
 device_description_str: "{name}"
 """
 _GPU_TEXTS = {
-    "h100": _HOPPER.format(bandwidth=3352320000000, memory=84942979072, name="NVIDIA H100 80GB HBM3"),
-    "h200": _HOPPER.format(bandwidth=4800000000000, memory=150754820096, name="NVIDIA H200"),
+    "gpu:h100": _HOPPER.format(bandwidth=3352320000000, memory=84942979072, name="NVIDIA H100 80GB HBM3"),
+    "gpu:h200": _HOPPER.format(bandwidth=4800000000000, memory=150754820096, name="NVIDIA H200"),
 }
 
 
@@ -76,30 +66,20 @@ class Target:
         return Mesh(devices, (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-def smallest_slice(generation: str, chips: int) -> str:
-    """The smallest TPU slice with so many chips, as libtpu names it. Raises UserError."""
-    for shape in TPU_SLICES[generation]:
-        if np.prod([int(n) for n in shape.split("x")]) >= chips:
-            return shape
-    raise UserError(f"{chips} chips of {generation}; allowed: up to {TPU_SLICES[generation][-1]}")
-
-
 def find_target(name: str, chips: int) -> Target:
-    """Devices of "tpu:v5e", "tpu:v6e", "tpu:v5p", "gpu:h100" or "gpu:h200", at least `chips` of them.
+    """Devices of one of hardware.PLATFORMS, at least `chips` of them.
 
     Raises:
       UserError: an unknown name, or more chips than it has. CompilerMissing: its compiler is not installed.
     """
-    kind, _, model = name.partition(":")
-    if kind == "tpu" and model in TPU_SLICES:
-        shape = smallest_slice(model, chips)
-        return Target(name, f"{model}:{shape}", tuple(_tpu_devices(f"{model}:{shape}")))
-    if kind == "gpu" and model in GPUS:
-        if chips > _MOST_GPUS:
-            raise UserError(f"{chips} chips of {name}; allowed: up to {_MOST_GPUS}, one host")
-        return Target(name, f"1x1x{_MOST_GPUS}", tuple(_gpu_devices(model)))
-    known = [*(f"tpu:{x}" for x in TPU_SLICES), *(f"gpu:{x}" for x in GPUS)]
-    raise UserError(f"platform {name!r} is not allowed; allowed: {', '.join(known)}")
+    if name not in PLATFORMS:
+        raise UserError(f"platform {name!r} is not allowed; allowed: {', '.join(PLATFORMS)}")
+    if found := smallest_topology(name, chips):
+        topology, _ = found
+        return Target(name, topology, tuple(_tpu_devices(topology)))
+    if chips > _MOST_GPUS:
+        raise UserError(f"{chips} chips of {name}; allowed: up to {_MOST_GPUS}, one host")
+    return Target(name, f"1x1x{_MOST_GPUS}", tuple(_gpu_devices(name)))
 
 
 def _tpu_devices(topology: str) -> Sequence[Any]:
@@ -109,10 +89,12 @@ def _tpu_devices(topology: str) -> Sequence[Any]:
 
     for name, value in _TPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    one = topology.endswith((":1x1", ":1x1x1"))  # libtpu's default is a host of several
+    bounds = {"chips_per_host_bounds": [1, 1, 1]} if one else {}
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology, **bounds).devices
 
 
-def _gpu_devices(model: str) -> Sequence[Any]:
+def _gpu_devices(name: str) -> Sequence[Any]:
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
         raise CompilerMissing(
             "XLA's CUDA compiler is not installed; it comes with: "
@@ -124,12 +106,7 @@ def _gpu_devices(model: str) -> Sequence[Any]:
     described = topologies.get_topology_desc(
         platform="cuda",
         topology_name="gpu",
-        target_config=_GPU_TEXTS[model],
+        target_config=_GPU_TEXTS[name],
         topology=f"1x1x{_MOST_GPUS}",
     )
     return described.devices
-
-
-def stay_off_hardware() -> None:
-    """Keeps JAX on the CPU, so that looking for a compiler does not start a backend. Call before JAX runs."""
-    jax.config.update("jax_platforms", "cpu")

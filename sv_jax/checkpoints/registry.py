@@ -78,3 +78,9 @@ DERIVED: dict[str, Derived] = {
 }
 
 NAMES = (*REGISTRY, *DERIVED)
+
+# Configs without weights, as their models' cards publish them: what --plan-only can be asked about.
+CONFIGS: dict[str, Path] = {
+    "llama-3.1-8b": DATA / "llama-3.1-8b.json",
+    "qwen3-30b-a3b": DATA / "qwen3-30b-a3b.json",
+}

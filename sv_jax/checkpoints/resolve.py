@@ -13,11 +13,12 @@ from pathlib import Path
 from sv_jax.checkpoints import cache as caches
 from sv_jax.checkpoints import gguf_convert, hub, moe_cut, safetensors_io, wheels
 from sv_jax.checkpoints.hf_config import read_config, read_json
-from sv_jax.checkpoints.registry import DERIVED, NAMES, REGISTRY, Derived
+from sv_jax.checkpoints.registry import CONFIGS, DERIVED, NAMES, REGISTRY, Derived
 from sv_jax.checkpoints.tokenizer import Tokenizer, special_tokens, token_id
 from sv_jax.config import ModelConfig, UserError
 
 PROVENANCE_NAME = "sv_jax_provenance.json"
+_DERIVED_VERSION = f"v{gguf_convert.CONVERTER_VERSION}.{moe_cut.CUT_VERSION}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,11 @@ def resolve(
         return _from_registry(model, dtype, cache, progress, notify)
     if model in DERIVED:
         return _from_derived(model, DERIVED[model], dtype, cache, progress, notify)
+    if model in CONFIGS:
+        raise UserError(
+            f"model {model!r} is a config for --plan-only, without weights; allowed: a directory that has "
+            f"them, or one of {', '.join(NAMES)}"
+        )
     if path.is_dir():
         return _from_directory(path, f"{model}, local directory")
     if path.is_file():
@@ -110,7 +116,7 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
 
 def _from_registry(name: str, dtype: str, cache: Path, progress: bool, notify) -> Checkpoint:
     entry = REGISTRY[name]
-    directory = _converted_name(name, dtype, entry.sha256)
+    directory = _registry_directory(name, dtype)
     if found := _find_converted(directory, cache):
         return found
     cache = caches.writable_cache(cache, notify)
@@ -125,8 +131,7 @@ def _from_derived(
 ) -> Checkpoint:
     notify = functools.cache(notify)  # the base and what is made of it go to the same place
     digest = wheels.file_sha256(entry.cut)
-    version = f"v{gguf_convert.CONVERTER_VERSION}.{moe_cut.CUT_VERSION}"
-    directory = Path("converted") / f"{name}-{dtype}-{version}-{digest[:12]}"
+    directory = _derived_directory(name, dtype, digest)
     if found := _find_converted(directory, cache):
         return found
     base = _from_registry(entry.base, dtype, cache, progress, notify)
@@ -138,7 +143,20 @@ def _from_derived(
         cut = moe_cut.load_cut(entry.cut)
         moe_cut.derive(base.directory, base.sha256, cut, work, dtype, progress=progress)
 
-    return _publish(make, cache / directory, {**record, "dtype": dtype, "version": version}, cache)
+    return _publish(make, cache / directory, {**record, "dtype": dtype, "version": _DERIVED_VERSION}, cache)
+
+
+def find_fetched(name: str, cache: Path) -> Checkpoint | None:
+    """What an earlier call made of a name of the registry, in whatever dtype. Nothing is fetched."""
+    for dtype in gguf_convert.DTYPES:
+        directory = (
+            _derived_directory(name, dtype, wheels.file_sha256(DERIVED[name].cut))
+            if name in DERIVED
+            else _registry_directory(name, dtype)
+        )
+        if found := _find_converted(directory, cache):
+            return found
+    return None
 
 
 def _from_file(path: Path, dtype: str, cache: Path, progress: bool, notify) -> Checkpoint:
@@ -156,6 +174,14 @@ def _from_file(path: Path, dtype: str, cache: Path, progress: bool, notify) -> C
     line = f"{path.name}, dequantised from a local GGUF (sha256 {digest[:4]}…)"
     record = {"model": path.name, "sha256": digest, "provenance": line}
     return _convert(path, cache / directory, dtype, record, cache, progress)
+
+
+def _registry_directory(name: str, dtype: str) -> Path:
+    return _converted_name(name, dtype, REGISTRY[name].sha256)
+
+
+def _derived_directory(name: str, dtype: str, digest: str) -> Path:
+    return Path("converted") / f"{name}-{dtype}-{_DERIVED_VERSION}-{digest[:12]}"
 
 
 def _converted_name(stem: str, dtype: str, key: str) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from functools import partial
 
 import jax
@@ -79,7 +78,7 @@ def _put(cache: jax.Array, new: jax.Array, lengths: jax.Array, *, pinned: bool) 
     return with_layout_constraint(written, HEAD_MAJOR) if pinned else written
 
 
-CACHE_AXES = ("batch", "kv_heads", None, None)
+CACHE_AXES = ("batch", "kv_heads", "kv_length", None)
 """Logical axes of one layer's array, for sharding."""
 
 HEAD_MAJOR = Layout(major_to_minor=(0, 1, 2, 3))  # each head's positions one after the other
@@ -92,8 +91,8 @@ def cache_shape(config: ModelConfig, batch: int, capacity: int, group: int = 1) 
 
 def empty_cache(config: ModelConfig, batch: int, capacity: int, dtype: str, sharding: Sharding) -> KVCache:
     """A cache of zeros. Bytes: 2 * layers * batch * KV heads * capacity * head_dim * itemsize."""
-    shards = math.prod(sharding.mesh.shape[axis] for axis in sharding.mesh_axes("kv_heads"))
-    group = heads_per_group(sharding.platform, config.head_dim, config.num_kv_heads // shards)
+    kv_heads = config.num_kv_heads // sharding.parts("kv_heads")
+    group = heads_per_group(sharding.platform, config.head_dim, kv_heads)
     shape = cache_shape(config, batch, capacity, group)
 
     def layers() -> tuple[jax.Array, ...]:

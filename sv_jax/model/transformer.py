@@ -180,16 +180,22 @@ def _init(target: Transformer, key: jax.Array) -> Params:
     return plain.init(key, one, one, cache, one[:, 0], mask, method=Transformer.run_all)["params"]
 
 
+def logical_params(target: Transformer) -> tuple[Params, Params]:
+    """The parameter tree twice: as ShapeDtypeStructs, and with the logical axes of each in its place.
+
+    Neither depends on the mesh.
+    """
+    boxed = jax.eval_shape(lambda: _init(target, jax.random.key(0)))
+    return nn.meta.unbox(boxed), nn.get_partition_spec(boxed)
+
+
 def abstract_params(target: Transformer) -> Params:
     """The parameter tree as ShapeDtypeStructs with their shardings: what a checkpoint is loaded into."""
-    boxed = jax.eval_shape(lambda: _init(target, jax.random.key(0)))
-    logical = nn.get_partition_spec(boxed)
     return jax.tree.map(
         lambda leaf, axes: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=target.sharding.named(*axes)
         ),
-        nn.meta.unbox(boxed),
-        logical,
+        *logical_params(target),
     )
 
 

@@ -24,7 +24,7 @@ STATISTICS: Mapping[str, tuple[str, ...]] = {
     "mass": ("fine_means",),
 }
 KEYS_PER_MEAN = 16  # of fine_means; divides every block size
-SUMMARY_AXES = ("batch", "kv_heads", None, None)
+SUMMARY_AXES = ("batch", "kv_heads", "kv_length", None)
 
 LayerSummary = dict[str, jax.Array]
 """Statistic -> float32[B, K, S / block_size, vectors * D], of a block's committed keys; 0 where it has none.
