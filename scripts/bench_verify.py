@@ -112,7 +112,8 @@ def filled_state(
     if summaries is not None:
         from sv_jax.sparsity.summaries import update_summaries
 
-        summaries = update_summaries(summaries, cache, jnp.zeros_like(lengths), lengths, bucket)
+        nothing = jnp.zeros_like(lengths)
+        summaries = update_summaries(summaries, cache, nothing, lengths, bucket, model.target.sharding)
     return dataclasses.replace(state, cache=cache, summaries=summaries, lengths=lengths)
 
 

@@ -140,3 +140,28 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         """Whether layer `layer` has experts in place of a plain feed-forward network."""
         return self.moe is not None and layer not in self.dense_ffn_layers
+
+
+KV_SHARDS = ("none", "data")
+EXPERT_SHARDS = ("model", "all")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cuts:
+    """What a run may cut otherwise than the table of sharding.py says.
+
+    kv_shard: "data" cuts the cache's positions over the data axis in place of the batch's rows: for one long
+      row, or few. Every data shard then computes all rows, over its own positions.
+    expert_shard: "all" cuts experts over all devices; the tokens of all rows then travel to them.
+    """
+
+    kv_shard: str = "none"  # of KV_SHARDS
+    expert_shard: str = "model"  # of EXPERT_SHARDS
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("kv_shard", KV_SHARDS), ("expert_shard", EXPERT_SHARDS)):
+            if getattr(self, name) not in allowed:
+                raise UserError(f"{name}={getattr(self, name)!r}; allowed: {', '.join(allowed)}")
+
+
+DEFAULT_CUTS = Cuts()

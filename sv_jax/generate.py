@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from sv_jax.builtin_prompts import BUILTIN_PROMPTS
 from sv_jax.command import exit_with, run_command, say
-from sv_jax.config import UserError
+from sv_jax.config import Cuts, UserError
 from sv_jax.interrupts import INTERRUPTED, deferred_interrupts
 from sv_jax.option_table import flag
 from sv_jax.options import GenerateOptions, parse_options
@@ -95,6 +95,7 @@ def prepare(
         dtype=options.dtype,
         max_model_len=options.max_model_len,
         implementation=options.implementation,
+        cuts=Cuts(options.kv_shard, options.expert_shard),
         cache_directory=Path(options.cache_dir).expanduser() if options.cache_dir else None,
         notify=say,
         lazy=True,

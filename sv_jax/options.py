@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pallas_kernels.platform import IMPLEMENTATIONS
-from sv_jax.config import Range, UserError
+from sv_jax.config import EXPERT_SHARDS, KV_SHARDS, Range, UserError
 from sv_jax.option_parser import build_parser as table_parser
 from sv_jax.option_parser import options_of, parse_given
 from sv_jax.option_table import (
@@ -65,6 +65,18 @@ class GenerateOptions:
         None, "flag", "put prompts into the chat template (default: where the model has one)"
     )
     mesh: str = declare("1x1", "text", "devices as DATAxMODEL, such as 4x2; emulated on CPU", metavar="DxM")
+    kv_shard: str = declare(
+        "none",
+        "text",
+        "data: the data axis cuts the KV cache over its length, not the batch; for few long rows",
+        choices=KV_SHARDS,
+    )
+    expert_shard: str = declare(
+        "model",
+        "text",
+        "all: experts are cut over all devices, not over the model axis",
+        choices=EXPERT_SHARDS,
+    )
     max_new_tokens: int = declare(
         128, "number", "tokens generated per prompt", metavar="N", range=at_least(1)
     )

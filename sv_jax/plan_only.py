@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sv_jax.config import UserError
+from sv_jax.config import Cuts, UserError
 from sv_jax.option_table import flag
 from sv_jax.options import OPTIONS, GenerateOptions
 from sv_jax.sparsity.config import SparsityConfig
@@ -83,6 +83,7 @@ def make_answer(options: GenerateOptions, sparsity: SparsityConfig | None) -> An
         batch_size=options.batch_size or options.max_batch_size,
         num_speculative_tokens=drafted_tokens(options),
         sparsity=None if sparsity is None else make_plan(sparsity, config),
+        cuts=Cuts(options.kv_shard, options.expert_shard),
     )
     smallest_topology(options.platform, deployment.chips)
     plan = deployment.sparsity or make_plan(SparsityConfig(), config)

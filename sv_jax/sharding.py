@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from sv_jax.config import ModelConfig, UserError
+from sv_jax.config import DEFAULT_CUTS, Cuts, ModelConfig, UserError
 
 DATA, MODEL = "data", "model"
 COLLECTIVE_TIMEOUT_SECONDS = 600
@@ -35,53 +35,23 @@ LOGICAL_AXES: dict[str, MeshAxes] = {
 }
 
 
-KV_SHARDS = ("none", "data")
-EXPERT_SHARDS = ("model", "all")
-
-
-@dataclasses.dataclass(frozen=True)
-class Cuts:
-    """What a run may cut otherwise than LOGICAL_AXES says.
-
-    kv_shard: "data" cuts the cache's positions over the data axis in place of the batch's rows: for one long
-      row, or few. Every data shard then computes all rows, over its own positions.
-    expert_shard: "all" cuts experts over all devices; the tokens of all rows then travel to them.
-    """
-
-    kv_shard: str = "none"  # of KV_SHARDS
-    expert_shard: str = "model"  # of EXPERT_SHARDS
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("kv_shard", KV_SHARDS), ("expert_shard", EXPERT_SHARDS)):
-            if getattr(self, name) not in allowed:
-                raise UserError(f"{name}={getattr(self, name)!r}; allowed: {', '.join(allowed)}")
-
-    def axes(self, logical: str) -> MeshAxes:
-        """The mesh axes that a logical axis is cut over."""
-        if self.kv_shard == "data" and logical in ("batch", "kv_length"):
-            return DATA if logical == "kv_length" else None
-        if self.expert_shard == "all" and logical == "experts":
-            return DATA, MODEL
-        return LOGICAL_AXES[logical]
-
-
 @dataclasses.dataclass(frozen=True)
 class Sharding:
     """A mesh ("data", "model") and the logical axes that are cut over it. Hashable: a static argument."""
 
     mesh: Mesh
     replicated: frozenset[str] = frozenset()  # logical axes that do not divide and stay whole
-    cuts: Cuts = Cuts()
+    cuts: Cuts = DEFAULT_CUTS
 
     def spec(self, *logical: str | None) -> PartitionSpec:
         """PartitionSpec of an array with these logical axes; None for an axis without a name."""
         return PartitionSpec(
-            *(None if a is None or a in self.replicated else self.cuts.axes(a) for a in logical)
+            *(None if a is None or a in self.replicated else _axes_of(a, self.cuts) for a in logical)
         )
 
     def mesh_axes(self, logical: str) -> tuple[str, ...]:
         """The mesh axes that a logical axis is cut over; (): it is whole on each device."""
-        return () if logical in self.replicated else _as_tuple(self.cuts.axes(logical))
+        return () if logical in self.replicated else _as_tuple(_axes_of(logical, self.cuts))
 
     def parts(self, logical: str) -> int:
         """Into how many parts a logical axis is cut."""
@@ -95,6 +65,11 @@ class Sharding:
         if self.mesh.size == 1:
             return x
         return jax.lax.with_sharding_constraint(x, self.named(*logical))
+
+    def first_slot(self, slots: int) -> int | jax.Array:
+        """Within `on_shards`: the position in a row's cache at which this device's `slots` slots begin."""
+        axes = self.mesh_axes("kv_length")
+        return jax.lax.axis_index(axes) * slots if self.parts("kv_length") > 1 else 0
 
     @property
     def data_size(self) -> int:
@@ -199,6 +174,15 @@ def _allow_slow_collectives() -> None:
     os.environ["XLA_FLAGS"] = flags.strip()
 
 
+def _axes_of(logical: str, cuts: Cuts) -> MeshAxes:
+    """The mesh axes that a logical axis is cut over."""
+    if cuts.kv_shard == "data" and logical in ("batch", "kv_length"):
+        return DATA if logical == "kv_length" else None
+    if cuts.expert_shard == "all" and logical == "experts":
+        return DATA, MODEL
+    return LOGICAL_AXES[logical]
+
+
 def _as_tuple(axes: MeshAxes) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else axes or ()
 
@@ -207,13 +191,13 @@ def _cut_sizes(config: ModelConfig, cuts: Cuts) -> dict[str, tuple[int, tuple[st
     """What has to divide by the mesh axes that it is cut over: sizes by name, with these axes."""
     sizes = {}
     if not all(config.has_experts(layer) for layer in range(config.num_layers)):
-        sizes["intermediate_size"] = config.intermediate_size, _as_tuple(cuts.axes("ffn"))
+        sizes["intermediate_size"] = config.intermediate_size, _as_tuple(_axes_of("ffn", cuts))
     if config.moe is not None:
-        sizes["num_experts"] = config.moe.num_experts, _as_tuple(cuts.axes("experts"))
+        sizes["num_experts"] = config.moe.num_experts, _as_tuple(_axes_of("experts", cuts))
         if config.moe.shared_expert_size:
             sizes["shared_expert_intermediate_size"] = (
                 config.moe.shared_expert_size,
-                _as_tuple(cuts.axes("ffn")),
+                _as_tuple(_axes_of("ffn", cuts)),
             )
     return sizes
 
@@ -244,7 +228,7 @@ def _whole_axes(config: ModelConfig, model: int) -> frozenset[str]:
     return frozenset(whole)
 
 
-def shard_model(config: ModelConfig, mesh: Mesh, cuts: Cuts = Cuts()) -> Sharding:
+def shard_model(config: ModelConfig, mesh: Mesh, cuts: Cuts = DEFAULT_CUTS) -> Sharding:
     """Sharding of a model on a mesh ("data", "model").
 
     Attention heads (or the vocabulary) that do not divide by M are kept whole on each device; an FFN, or a
@@ -255,7 +239,9 @@ def shard_model(config: ModelConfig, mesh: Mesh, cuts: Cuts = Cuts()) -> Shardin
     return Sharding(mesh, _whole_axes(config, mesh.shape[MODEL]), cuts)
 
 
-def make_sharding(config: ModelConfig, mesh_shape: tuple[int, int] = (1, 1), cuts: Cuts = Cuts()) -> Sharding:
+def make_sharding(
+    config: ModelConfig, mesh_shape: tuple[int, int] = (1, 1), cuts: Cuts = DEFAULT_CUTS
+) -> Sharding:
     """Sharding of a model on the first D*M devices, see `shard_model`."""
     data, model = mesh_shape
     _check_division(config, {DATA: data, MODEL: model}, cuts)  # before devices are looked for
@@ -266,7 +252,7 @@ def make_sharding(config: ModelConfig, mesh_shape: tuple[int, int] = (1, 1), cut
 
 
 def plan_sharding(
-    config: ModelConfig, mesh_shape: tuple[int, int], platform: str, cuts: Cuts = Cuts()
+    config: ModelConfig, mesh_shape: tuple[int, int], platform: str, cuts: Cuts = DEFAULT_CUTS
 ) -> PlannedSharding:
     """What `make_sharding` would make on devices of `platform` ("cpu", "gpu", "tpu"); it needs none of them.
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from sv_jax.config import ModelConfig
+from sv_jax.config import DEFAULT_CUTS, Cuts, ModelConfig
 from sv_jax.engine.trace import RowTrace, StepCounts, count_steps
 from sv_jax.model.transformer import Params, Transformer, random_params
 from sv_jax.sharding import make_sharding
@@ -37,17 +37,26 @@ TINY = ModelConfig(
 
 
 def make_target(
-    config: ModelConfig = TINY, mesh: tuple[int, int] = (1, 1), dtype: str = "float32"
+    config: ModelConfig = TINY,
+    mesh: tuple[int, int] = (1, 1),
+    dtype: str = "float32",
+    implementation: str | None = None,
+    cuts: Cuts = DEFAULT_CUTS,
 ) -> Transformer:
-    return Transformer(config, dtype, make_sharding(config, mesh))
+    return Transformer(config, dtype, make_sharding(config, mesh, cuts), implementation)
 
 
 @functools.cache
 def make_model(
-    config: ModelConfig = TINY, mesh: tuple[int, int] = (1, 1), dtype: str = "float32", seed: int = 0
+    config: ModelConfig = TINY,
+    mesh: tuple[int, int] = (1, 1),
+    dtype: str = "float32",
+    seed: int = 0,
+    implementation: str | None = None,
+    cuts: Cuts = DEFAULT_CUTS,
 ) -> tuple[Transformer, Params]:
     """A model with random weights, the same on every mesh."""
-    target = make_target(config, mesh, dtype)
+    target = make_target(config, mesh, dtype, implementation, cuts)
     return target, random_params(target, seed)
 
 

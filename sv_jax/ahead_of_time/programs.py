@@ -12,11 +12,11 @@ import jax.numpy as jnp
 
 from sv_jax.ahead_of_time import hlo
 from sv_jax.ahead_of_time.targets import find_target
-from sv_jax.config import ModelConfig
+from sv_jax.config import DEFAULT_CUTS, Cuts, ModelConfig
 from sv_jax.drafts.none import NoDraft
 from sv_jax.drafts.prompt_lookup import PromptLookup
 from sv_jax.model.transformer import Transformer, abstract_params
-from sv_jax.sharding import Cuts, Sharding, shard_model
+from sv_jax.sharding import Sharding, shard_model
 from sv_jax.sparsity.config import SparsityConfig
 from sv_jax.sparsity.plan import SparsityPlan, make_plan
 from sv_jax.speculation.loop import decode_slice
@@ -37,7 +37,7 @@ class SliceProgram:
     num_speculative_tokens: int  # K; a step verifies T = K + 1 tokens a row
     sparsity: SparsityConfig | None = None
     implementation: str | None = None  # of attention over the cache
-    cuts: Cuts = Cuts()
+    cuts: Cuts = DEFAULT_CUTS
     dtype: str = "bfloat16"
 
 

@@ -16,12 +16,15 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def largest_bucket(max_model_len: int, num_nodes: int) -> int:
-    """Slots that a full context needs: a step writes num_nodes slots at a row's length."""
-    return round_up(max_model_len + num_nodes, BUCKET_MULTIPLE)
+def largest_bucket(max_model_len: int, num_nodes: int, parts: int = 1) -> int:
+    """Slots that a full context needs: a step writes num_nodes slots at a row's length.
+
+    parts: that a row is cut into; each is a multiple of BUCKET_MULTIPLE.
+    """
+    return round_up(max_model_len + num_nodes, BUCKET_MULTIPLE * parts)
 
 
-def bucket_for(slots: int, largest: int) -> int:
+def bucket_for(slots: int, largest: int, parts: int = 1) -> int:
     """The smallest bucket (512, 1k, 2k, 3k, 4k, 6k, 8k, .. or the largest) with at least `slots` slots.
 
     A step reads its bucket whole: finer buckets waste less, and are more programs to compile.
@@ -33,7 +36,7 @@ def bucket_for(slots: int, largest: int) -> int:
         bucket *= 2
     if bucket > HALF_STEPS_FROM and slots <= bucket * 3 // 4:
         bucket = bucket * 3 // 4
-    return min(bucket, largest)
+    return min(round_up(bucket, BUCKET_MULTIPLE * parts), largest)
 
 
 def chunk_sizes(rows: int, heads: int, *, emulated: bool) -> tuple[int, ...]:

@@ -61,11 +61,16 @@ class _Stopwatch:
         return max(0.0, time.perf_counter() - compile_seconds() - self.started)
 
 
+def _parts(target: Transformer) -> int:
+    """That each row of the cache is cut into."""
+    return target.sharding.parts("kv_length")
+
+
 def ensure_capacity(
     target: Transformer, state: SpeculationState, slots: int, largest: int
 ) -> SpeculationState:
     """The state in a bucket with at least `slots` slots."""
-    bucket = bucket_for(slots, largest)
+    bucket = bucket_for(slots, largest, _parts(target))
     if bucket <= state.cache.capacity:
         return state
     return grow_state(target, state, capacity=bucket)
@@ -177,12 +182,12 @@ def decode_batch(
     ]
     reader = Reader(rows, request.first_row, on_text)
     widest = step_width(target, length.most, batch_size)
-    largest = largest_bucket(request.max_model_len, widest)
+    largest = largest_bucket(request.max_model_len, widest, _parts(target))
     num_logprobs = TOP_LOGPROBS if request.logprobs else 0
     arrays = _make_request(request, batch_size)
     total = max(len(prompt) for prompt in request.prompts)
     chunks = plan_prefill(target, batch_size, total, largest)
-    capacity = bucket_for(max(sum(chunks), total + widest), largest)
+    capacity = bucket_for(max(sum(chunks), total + widest), largest, _parts(target))
     state = start(target, arrays, capacity=capacity, num_logprobs=num_logprobs, sparsity=sparsity)
     state = prefill(target, params, request.prompts, state, chunks, should_stop)
     state = reader.read(target, state, watch.seconds())
@@ -287,10 +292,11 @@ def next_token_logits(target: Transformer, params: Params, token_ids: Sequence[i
     rows = target.sharding.data_size
     *prefix, root = token_ids
     # The buckets of plain decoding: what this compiles does not depend on how many tokens there are.
-    largest = largest_bucket(target.config.max_position_embeddings, 1)
+    largest = largest_bucket(target.config.max_position_embeddings, 1, _parts(target))
     request = make_request([len(prefix)] * rows, [len(prefix) + 2] * rows)
     chunks = plan_prefill(target, rows, len(prefix), largest)
-    state = start(target, request, capacity=bucket_for(max(sum(chunks), len(prefix) + 1), largest))
+    capacity = bucket_for(max(sum(chunks), len(prefix) + 1), largest, _parts(target))
+    state = start(target, request, capacity=capacity)
     state = prefill(target, params, [prefix] * rows, state, chunks)
     placed = jax.device_put(np.full((rows, 1), root, np.int32), target.sharding.named("batch", None))
     return np.asarray(_root_logits(target, params, state, placed))

@@ -16,7 +16,7 @@ import numpy as np
 from pallas_kernels.platform import IMPLEMENTATIONS
 from sv_jax.checkpoints import Checkpoint, Tokenizer, default_cache_directory, load_params, resolve
 from sv_jax.checkpoints.cache import writable_cache
-from sv_jax.config import UserError
+from sv_jax.config import DEFAULT_CUTS, Cuts, UserError
 from sv_jax.engine.compile_cache import enable_compilation_cache
 from sv_jax.engine.compile_clock import compile_seconds
 from sv_jax.engine.decoding import BatchRequest, decode_batch, next_token_logits, padded_batch
@@ -341,6 +341,7 @@ def load_model(
     dtype: str | None = None,
     max_model_len: int | None = None,
     implementation: str | None = None,
+    cuts: Cuts = DEFAULT_CUTS,
     cache_directory: str | Path | None = None,
     progress: bool = True,
     notify: Callable[[str], None] = print_notice,
@@ -355,6 +356,7 @@ def load_model(
       max_model_len: tokens of prompt and output together; None: the model's own context.
       implementation: what attends to the cache in verify steps, of pallas_kernels.platform.IMPLEMENTATIONS;
         None: what the platform runs best of those that take the model's shapes.
+      cuts: what the mesh cuts otherwise than usual: the cache over its length, experts over all devices.
       cache_directory: of fetched and converted weights and compiled programs; None: the user's cache.
       lazy: read the weights at first use.
 
@@ -370,7 +372,7 @@ def load_model(
     cache = Path(cache_directory or default_cache_directory()).expanduser()
     checkpoint = resolve(model, dtype=dtype, cache_directory=cache, progress=progress, notify=notify)
     enable_compilation_cache(writable_cache(cache, notify))
-    sharding = make_sharding(checkpoint.config, mesh)
+    sharding = make_sharding(checkpoint.config, mesh, cuts)
     loaded = LanguageModel(
         model,
         checkpoint,

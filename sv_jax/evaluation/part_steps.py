@@ -154,7 +154,7 @@ def part_step(
     cache = cache.write(verified.new_kv, lengths, target.sharding)
     after = lengths + tokens.shape[1]
     if summaries is not None:
-        summaries = update_summaries(summaries, cache, lengths, after, tokens.shape[1])
+        summaries = update_summaries(summaries, cache, lengths, after, tokens.shape[1], target.sharding)
     dense_law, law = (jax.nn.log_softmax(x) for x in (dense_logits, verified.logits[0]))
     pick = jnp.arange(tokens.shape[1]), following[0]
     compared = Compared(

@@ -101,7 +101,8 @@ def _advance(
     cache = cache.write(new_kv, lengths, sharding)
     after = lengths + num_tokens
     summaries = {
-        size: update_summaries(x, cache, lengths, after, num_tokens) for size, x in summaries.items()
+        size: update_summaries(x, cache, lengths, after, num_tokens, sharding)
+        for size, x in summaries.items()
     }
     return cache, summaries, after
 
@@ -121,7 +122,8 @@ def _summarise_all(
         empty = start_summaries(
             size, statistics, range(target.config.num_layers), target.config, cache.batch, cache.capacity
         )
-        every[size] = update_summaries(empty, cache, jnp.zeros_like(lengths), lengths, cache.capacity)
+        nothing = jnp.zeros_like(lengths)
+        every[size] = update_summaries(empty, cache, nothing, lengths, cache.capacity, target.sharding)
     return every
 
 
@@ -160,9 +162,10 @@ def true_steps(
     prefix, steps = split_case(total, measured, width)
     target, params = model.target, model.params
 
-    capacity_limit = largest_bucket(model.max_model_len, width)
+    parts = target.sharding.parts("kv_length")
+    capacity_limit = largest_bucket(model.max_model_len, width, parts)
     chunks = plan_prefill(target, len(cases), prefix, capacity_limit)
-    capacity = bucket_for(max(sum(chunks), prefix + steps * width), capacity_limit)
+    capacity = bucket_for(max(sum(chunks), prefix + steps * width), capacity_limit, parts)
     request = make_request([prefix] * len(cases), [total + width] * len(cases))
     state = start(target, request, capacity=capacity)
     prompts = [case.token_ids[:prefix] for case in cases]

@@ -46,8 +46,7 @@ class KVCache:
         overwrite committed slots in silence.
         """
         axes = CACHE_AXES, ("batch", None, "kv_heads", None), ("batch",)
-        put_own = partial(_put, pinned=sharding.platform == "tpu")
-        put = on_shards(put_own, sharding, axes, CACHE_AXES)
+        put = on_shards(partial(_put, sharding=sharding), sharding, axes, CACHE_AXES)
         keys = tuple(put(c, k, lengths) for c, (k, _) in zip(self.keys, new_kv))
         values = tuple(put(c, v, lengths) for c, (_, v) in zip(self.values, new_kv))
         return dataclasses.replace(self, keys=keys, values=values)
@@ -65,17 +64,31 @@ class KVCache:
         )
 
 
-def _put(cache: jax.Array, new: jax.Array, lengths: jax.Array, *, pinned: bool) -> jax.Array:
-    """cache [B, K / p, S, p * D] with new [B, T, K, D] from lengths int32[B] on."""
+def _put(cache: jax.Array, new: jax.Array, lengths: jax.Array, *, sharding: Sharding) -> jax.Array:
+    """This device's cache [B, K / p, S, p * D] with new [B, T, K, D] from lengths int32[B] on."""
     new = pack_heads(new, cache.shape[3] // new.shape[3]).astype(cache.dtype)
-
-    def put_row(row: jax.Array, update: jax.Array, start: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(row, update, (jnp.zeros_like(start), start, 0))
-
-    written = jax.vmap(put_row)(cache, new, lengths)
+    put_row = _put_row if sharding.parts("kv_length") == 1 else _put_part
+    written = jax.vmap(put_row)(cache, new, lengths - sharding.first_slot(cache.shape[2]))
     # Left to itself, XLA for TPU keeps such a cache position by position, heads in the sublanes, and copies
     # all of it to and fro: at entry and exit of the decode loop, and for each kernel.
-    return with_layout_constraint(written, HEAD_MAJOR) if pinned else written
+    return with_layout_constraint(written, HEAD_MAJOR) if sharding.platform == "tpu" else written
+
+
+def _put_row(row: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+    """row [G, S, W] with new [G, T, W] from slot `start` on."""
+    return jax.lax.dynamic_update_slice(row, new, (jnp.zeros_like(start), start, 0))
+
+
+def _put_part(row: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+    """As `_put_row`, of those tokens that belong here: a start may lie before slot 0, or behind the last."""
+    groups, num_tokens, width = new.shape
+    size = min(num_tokens, row.shape[1])
+    window = jnp.clip(start, 0, row.shape[1] - size)
+    old = jax.lax.dynamic_slice(row, (0, window, 0), (groups, size, width))
+    token = window + jnp.arange(size, dtype=jnp.int32) - start  # that belongs in each slot
+    here = (token >= 0) & (token < num_tokens)
+    moved = jnp.take(new, jnp.clip(token, 0, num_tokens - 1), axis=1)
+    return _put_row(row, jnp.where(here[:, None], moved, old), window)
 
 
 CACHE_AXES = ("batch", "kv_heads", "kv_length", None)

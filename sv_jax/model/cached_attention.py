@@ -4,6 +4,7 @@ platform runs, each device over its own rows and heads."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -58,38 +59,91 @@ class CacheReader:
           q: [B, T, H, D] after RoPE. cached: K and V of the layer, [B, K / p, S, p * D] each.
           lengths: int32[B]. positions: int32[B, T]. selection: None: all blocks.
         """
-        dense = partial(self._dense, q, cached, lengths, positions)
-        if selection is None:
-            return dense()
-        sparse = partial(self._blocks, q, cached, lengths, positions, selection)
-        return sparse() if selection.whole is None else jax.lax.cond(selection.whole, dense, sparse)
+        read = partial(self._read, q, cached, lengths, positions)
+        if selection is None or selection.whole is None:
+            return read(selection)
+        return jax.lax.cond(selection.whole, lambda: read(None), lambda: read(selection))
 
-    def _dense(
-        self, q: jax.Array, cached: LayerKV, lengths: jax.Array, positions: jax.Array
+    def _read(
+        self,
+        q: jax.Array,
+        cached: LayerKV,
+        lengths: jax.Array,
+        positions: jax.Array,
+        selection: Selection | None,
     ) -> tuple[jax.Array, jax.Array]:
-        every = self._every_block(q, cached, lengths)
-        if self._picked(q, cached, every) != "xla":
-            return self._blocks(q, cached, lengths, positions, every)
-        return cache_attention(q, *cached, lengths, positions, window=self.window, scale=self.scale)
+        chosen: tuple[jax.Array, ...] = ()
+        if selection is None:
+            size = min(DENSE_BLOCK, cached[0].shape[2])
+            entries = cached[0].shape[2] // size // self.sharding.parts("kv_length")
+        else:
+            size, entries = selection.block_size, selection.block_indices.shape[2]
+            chosen = selection.block_indices, selection.num_blocks
+        picked = self.implementation_for(q.shape, cached[0].shape, cached[0].dtype, size, entries)
+        read: Callable[..., Any] = partial(self._read_own, picked, size)
+        if picked == "xla" and self.sharding.parts("kv_length") == 1:  # XLA cuts it by itself
+            return read(q, *cached, lengths, positions, *chosen)
+        by_head = "batch", "kv_heads"
+        axes = QUERY_AXES, CACHE_AXES, CACHE_AXES, ("batch",), ("batch", None), (*by_head, None), by_head
+        read = on_shards(read, self.sharding, axes[: 5 + len(chosen)], (QUERY_AXES, QUERY_AXES[:3]))
+        return read(q, *cached, lengths, positions, *chosen)
 
-    def _every_block(self, q: jax.Array, cached: LayerKV, lengths: jax.Array) -> Selection:
-        """All blocks with a position that some token sees; the first one sees the oldest."""
-        _, groups, capacity, width = cached[0].shape
-        size = min(DENSE_BLOCK, capacity)
+    def _read_own(
+        self,
+        picked: str,
+        block_size: int,
+        q: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        lengths: jax.Array,
+        positions: jax.Array,
+        *chosen: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attention over what one device has of the cache; merged, where others have more of the same rows.
+
+        chosen: block_indices and num_blocks of whole rows, or nothing: all blocks.
+        """
+        slots, several = keys.shape[2], self.sharding.parts("kv_length") > 1
+        if several:
+            first = self.sharding.first_slot(slots)
+            lengths, positions = jnp.clip(lengths - first, 0, slots), positions - first
+            if chosen:
+                chosen = own_blocks(chosen[0], chosen[1], first // block_size, slots // block_size)
+        if picked != "xla" and not chosen:
+            chosen = self._every_block(q, keys, lengths, positions, block_size)
+        if chosen:
+            part = block_sparse_attention(
+                q,
+                keys,
+                values,
+                chosen[0],
+                chosen[1],
+                lengths,
+                block_size=block_size,
+                window=self.window,
+                positions=positions,
+                scale=self.scale,
+                implementation=picked,
+            )
+        else:
+            part = cache_attention(q, keys, values, lengths, positions, window=self.window, scale=self.scale)
+        return merge_parts(*part, self.sharding.mesh_axes("kv_length")) if several else part
+
+    def _every_block(
+        self, q: jax.Array, keys: jax.Array, lengths: jax.Array, positions: jax.Array, size: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """block_indices and num_blocks of all blocks with a position that some token sees."""
         held = (lengths + size - 1) // size
-        first = 0 * lengths if self.window is None else jnp.maximum(lengths - self.window + 1, 0) // size
-        shape = (q.shape[0], groups * width // q.shape[3], capacity // size)
+        first = jnp.zeros_like(lengths)
+        if self.window is not None:
+            first = jnp.clip((jnp.min(positions, axis=1) - self.window + 1) // size, 0, held)
+        kv_heads = keys.shape[1] * keys.shape[3] // q.shape[3]
+        shape = (q.shape[0], kv_heads, keys.shape[2] // size)
         blocks = first[:, None] + jnp.arange(shape[2], dtype=jnp.int32)
-        return Selection(
+        return (
             jnp.broadcast_to(blocks[:, None], shape),
             jnp.broadcast_to((held - first)[:, None], shape[:2]),
-            None,
-            size,
         )
-
-    def _picked(self, q: jax.Array, cached: LayerKV, selection: Selection) -> str:
-        size, entries = selection.block_size, selection.block_indices.shape[2]
-        return self.implementation_for(q.shape, cached[0].shape, cached[0].dtype, size, entries)
 
     def implementation_for(
         self,
@@ -101,47 +155,45 @@ class CacheReader:
     ) -> str:
         """What runs for q [B, T, H, D] over a cache [B, K / p, S, p * D], both of the whole mesh.
 
+        Args:
+          entries: N, the most blocks of a KV head that one device reads.
+
         Raises NotImplementedError for a named implementation that does not take them.
         """
         if q_shape[1] > MOST_STEP_TOKENS:
             return "xla"
-        q_local = self.sharding.named(*QUERY_AXES).shard_shape(q_shape)
-        cache_local = self.sharding.named(*CACHE_AXES).shard_shape(cache_shape)
-        platform = self.sharding.platform
         return pick_implementation(
             self.implementation,
-            platform,
-            q_local,
-            cache_local,
+            self.sharding.platform,
+            self.sharding.named(*QUERY_AXES).shard_shape(q_shape),
+            self.sharding.named(*CACHE_AXES).shard_shape(cache_shape),
             jnp.dtype(dtype),
             block_size=block_size,
             entries=entries,
         )
 
-    def _blocks(
-        self,
-        q: jax.Array,
-        cached: LayerKV,
-        lengths: jax.Array,
-        positions: jax.Array,
-        selection: Selection,
-    ) -> tuple[jax.Array, jax.Array]:
-        picked = self._picked(q, cached, selection)
 
-        def attend(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-            *arguments, positions = arrays
-            return block_sparse_attention(
-                *arguments,
-                block_size=selection.block_size,
-                window=self.window,
-                positions=positions,
-                scale=self.scale,
-                implementation=picked,
-            )
+def own_blocks(
+    block_indices: jax.Array, num_blocks: jax.Array, first: jax.Array | int, count: int
+) -> tuple[jax.Array, jax.Array]:
+    """Of selected blocks, int32[B, K, N] and [B, K], those of a device with `count` blocks from `first` on,
+    by its own numbers, and how many they are."""
+    entry = jnp.arange(block_indices.shape[2], dtype=jnp.int32)
+    own = block_indices - first
+    here = (entry < num_blocks[..., None]) & (own >= 0) & (own < count)
+    packed = jnp.sort(jnp.where(here, own, jnp.iinfo(jnp.int32).max), axis=-1)
+    return packed, jnp.sum(here, axis=-1, dtype=jnp.int32)
 
-        if picked != "xla":  # XLA cannot cut a kernel
-            by_head, by_row = ("batch", "kv_heads"), ("batch", None)
-            axes = QUERY_AXES, CACHE_AXES, CACHE_AXES, (*by_head, None), by_head, by_row[:1], by_row
-            attend = on_shards(attend, self.sharding, axes, (QUERY_AXES, QUERY_AXES[:3]))
-        blocks = selection.block_indices, selection.num_blocks
-        return attend(q, *cached, *blocks, lengths, positions)
+
+def merge_parts(out: jax.Array, lse: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+    """Joins attention over disjoint positions on the devices along `axes`: each out weighs exp(lse).
+
+    Where no device has anything: 0, and lse -inf.
+    """
+    peak = jax.lax.pmax(lse, axes)
+    peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
+    weight = jnp.exp(lse - peak)
+    total, out = jax.lax.psum((weight, weight[..., None] * out), axes)
+    some = total > 0
+    divisor = jnp.where(some, total, 1.0)
+    return out / divisor[..., None], jnp.where(some, jnp.log(divisor) + peak, -jnp.inf)

@@ -172,11 +172,11 @@ def compute_logits(target: Transformer, params: Params, hidden: jax.Array) -> ja
 
 
 def _init(target: Transformer, key: jax.Array) -> Params:
-    rows = target.sharding.data_size
+    rows, slots = target.sharding.data_size, target.sharding.parts("kv_length")
     one = jnp.zeros((rows, 1), jnp.int32)
     mask = jnp.ones((rows, 1, 1), bool)
-    cache = empty_cache(target.config, rows, 1, target.dtype, target.sharding)
-    plain = target.clone(implementation="xla")  # a cache of one slot is none for a kernel
+    cache = empty_cache(target.config, rows, slots, target.dtype, target.sharding)
+    plain = target.clone(implementation="xla")  # so few slots are none for a kernel
     return plain.init(key, one, one, cache, one[:, 0], mask, method=Transformer.run_all)["params"]
 
 

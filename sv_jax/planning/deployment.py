@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from sv_jax.config import ModelConfig, UserError
+from sv_jax.config import DEFAULT_CUTS, Cuts, ModelConfig, UserError
 from sv_jax.engine.buckets import bucket_for, largest_bucket, round_up
 from sv_jax.model.transformer import Params, Transformer, logical_params
 from sv_jax.planning.hardware import PLATFORMS, Chip
@@ -38,6 +38,7 @@ class Deployment:
     batch_size: int
     num_speculative_tokens: int
     sparsity: SparsityPlan | None = None
+    cuts: Cuts = DEFAULT_CUTS
 
     def __post_init__(self) -> None:
         context = self.config.max_position_embeddings
@@ -47,7 +48,7 @@ class Deployment:
 
     @functools.cached_property
     def sharding(self) -> PlannedSharding:
-        return plan_sharding(self.config, self.mesh, self.chip.platform)
+        return plan_sharding(self.config, self.mesh, self.chip.platform, self.cuts)
 
     @property
     def chip(self) -> Chip:
@@ -72,23 +73,23 @@ class Deployment:
 
     @property
     def padded_batch(self) -> int:
-        return round_up(self.batch_size, self.mesh[0])
+        return round_up(self.batch_size, self.sharding.data_size)
 
     @property
     def rows(self) -> int:
         """Of one chip."""
-        return self.padded_batch // self.mesh[0]
+        return self.padded_batch // self.sharding.data_size
 
     @property
     def capacity(self) -> int:
         """Slots of a row's cache when its context is full."""
-        return largest_bucket(self.max_model_len, self.width)
+        return largest_bucket(self.max_model_len, self.width, self.shards("kv_length"))
 
     @property
     def bucket_before(self) -> int:
         """The bucket that a cache grows from into the last one; 0: there is none."""
-        last = self.capacity
-        smaller = {bucket_for(slots, last) for slots in range(LANES, last, LANES)} - {last}
+        last, parts = self.capacity, self.shards("kv_length")
+        smaller = {bucket_for(slots, last, parts) for slots in range(LANES, last, LANES)} - {last}
         return max(smaller, default=0)
 
     def shards(self, logical: str) -> int:

@@ -93,10 +93,12 @@ def _attention_parts(
 ) -> list[Part]:
     config, rows, length = deployment.config, deployment.rows, deployment.max_model_len
     attention = None if plan is None else plan.attention
-    positions = sum(
+    of_row = sum(
         read_positions(attention, config.sliding_window(layer), layer, length)
         for layer in range(config.num_layers)
     )
+    # Of selected blocks a chip has its share only on average.
+    positions = of_row / deployment.shards("kv_length")
     one = kv_bytes(config, deployment.itemsize) * deployment.kv_padding
     among_step = config.num_layers * width
     products = 4 * rows * width * deployment.heads * config.head_dim
@@ -105,11 +107,10 @@ def _attention_parts(
         Part("K/V cache", rows * deployment.kv_heads * positions * one, products * (positions + among_step)),
     ]
     if attention is not None:
-        shards = deployment.shards("kv_heads")
+        shards = deployment.shards("kv_heads") * deployment.shards("kv_length")
         size = rows * int(summary_bytes(attention, config, length)) / shards
-        vectors = -(-length // attention.block_size) * vectors_per_block(
-            attention.score, attention.block_size
-        )
+        blocks = -(-length // attention.block_size) / deployment.shards("kv_length")
+        vectors = blocks * vectors_per_block(attention.score, attention.block_size)
         # All tokens' heads ask for the mass; for other scores the root does, its heads of a group averaged.
         asking = width * deployment.heads if attention.score == "mass" else deployment.kv_heads
         scoring = 2 * rows * asking * config.head_dim * vectors * len(attention.anchors)

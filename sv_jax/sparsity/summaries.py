@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Container, Mapping, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.packing import unpack_heads
 from sv_jax.config import ModelConfig
-from sv_jax.model.cache import KVCache
+from sv_jax.model.cache import CACHE_AXES, KVCache
+from sv_jax.sharding import Sharding, on_shards
 from sv_jax.sparsity.plan import AttentionPlan
 
 # What each score reads of a block.
@@ -120,21 +122,34 @@ def summarise(keys: jax.Array, alive: jax.Array, names: tuple[str, ...]) -> Laye
 
 
 def update_summaries(
-    summaries: BlockSummaries, cache: KVCache, before: jax.Array, after: jax.Array, num_tokens: int
+    summaries: BlockSummaries,
+    cache: KVCache,
+    before: jax.Array,
+    after: jax.Array,
+    num_tokens: int,
+    sharding: Sharding,
 ) -> BlockSummaries:
-    """Summaries after a commit.
+    """Summaries after a commit; each device updates those of its own part of the cache.
 
     Args:
       cache: as the commit left it. before, after: int32[B], its lengths around the commit, which wrote
         num_tokens slots from before[b] on; what lies behind after[b] does not exist.
     """
     size = summaries.block_size
-    total = cache.capacity // size
-    touched = min((num_tokens + size - 2) // size + 1, total)
-    # At the end of the cache the span begins earlier: those blocks get the same values once more.
-    first = jnp.minimum(before // size, total - touched)
 
-    def row(keys: jax.Array, old: LayerSummary, first: jax.Array, length: jax.Array) -> LayerSummary:
+    def layer(keys: jax.Array, old: LayerSummary, before: jax.Array, after: jax.Array) -> LayerSummary:
+        slots = keys.shape[2]
+        first_slot = sharding.first_slot(slots)
+        before, after = (jnp.clip(x - first_slot, 0, slots) for x in (before, after))
+        total = slots // size
+        touched = min((num_tokens + size - 2) // size + 1, total)
+        # At the end of the cache the span begins earlier: those blocks get the same values once more.
+        first = jnp.minimum(before // size, total - touched)
+        return jax.vmap(partial(row, touched))(keys, old, first, after)
+
+    def row(
+        touched: int, keys: jax.Array, old: LayerSummary, first: jax.Array, length: jax.Array
+    ) -> LayerSummary:
         span = jax.lax.dynamic_slice_in_dim(keys, first * size, touched * size, 1)
         span = unpack_heads(span[None], keys.shape[2] * keys.shape[0] // _kv_heads(old))[0]
         span = span.reshape(span.shape[0], touched, size, span.shape[-1])
@@ -142,9 +157,10 @@ def update_summaries(
         new = summarise(span, (slots < length).reshape(touched, size), tuple(old))
         return {name: jax.lax.dynamic_update_slice(old[name], new[name], (0, first, 0)) for name in old}
 
+    update = on_shards(layer, sharding, (CACHE_AXES, SUMMARY_AXES, ("batch",), ("batch",)), SUMMARY_AXES)
     with jax.named_scope("summaries"):
         layers = tuple(
-            None if old is None else jax.vmap(row)(keys, old, first, after)
+            None if old is None else update(keys, old, before, after)
             for keys, old in zip(cache.keys, summaries.layers)
         )
     return dataclasses.replace(summaries, layers=layers)

@@ -113,12 +113,12 @@ def _trace(
 
 
 def refresh_summaries(
-    state: SpeculationState, cache: KVCache, lengths: jax.Array, num_tokens: int
+    state: SpeculationState, cache: KVCache, lengths: jax.Array, num_tokens: int, sharding: Sharding
 ) -> BlockSummaries | None:
     """Block summaries after `num_tokens` slots were written, of which those before `lengths` stay."""
     if state.summaries is None:
         return None
-    return update_summaries(state.summaries, cache, state.lengths, lengths, num_tokens)
+    return update_summaries(state.summaries, cache, state.lengths, lengths, num_tokens, sharding)
 
 
 def record(old: Any, new: Any, starts: jax.Array) -> Any:
@@ -156,7 +156,7 @@ def commit(
         return dataclasses.replace(
             state,
             cache=cache,
-            summaries=refresh_summaries(state, cache, lengths, acceptance.tokens.shape[1]),
+            summaries=refresh_summaries(state, cache, lengths, acceptance.tokens.shape[1], sharding),
             tokens=append_tokens(state.tokens, acceptance.tokens, state.lengths + 1),
             trace=record(
                 state.trace,

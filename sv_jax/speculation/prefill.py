@@ -109,7 +109,7 @@ def prefill_chunk(
             dataclasses.replace(
                 state,
                 cache=cache,
-                summaries=refresh_summaries(state, cache, lengths, chunk_size),
+                summaries=refresh_summaries(state, cache, lengths, chunk_size, target.sharding),
                 tokens=history,
                 logprobs=logprobs,
                 lengths=lengths,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from sv_jax.model.cache import KVCache
+from sv_jax.sharding import make_sharding
 from sv_jax.sparsity.config import SCORES
 from sv_jax.sparsity.plan import SparsityPlan
 from sv_jax.sparsity.selection import (
@@ -143,7 +144,9 @@ def choose_all(plan: SparsityPlan, lengths, queries, keys, live):
     plan = plan.attention
     cache = KVCache(tuple(keys), tuple(keys))
     start = planned_summaries(plan, MODEL, ROWS, CAPACITY)
-    summaries = update_summaries(start, cache, jnp.zeros_like(lengths), lengths, CAPACITY)
+    summaries = update_summaries(
+        start, cache, jnp.zeros_like(lengths), lengths, CAPACITY, make_sharding(MODEL)
+    )
     sharding = make_target(MODEL).sharding
     nodes = jnp.ones(queries[0].shape[:2], bool)
     score = summary_scorer(plan, summaries, lengths, nodes)

@@ -82,7 +82,7 @@ def test_random_accepts_and_rejects(group, block_size, num_tokens, score):
     @jax.jit
     def commit(cache, summaries, new_kv, before, after):
         cache = cache.write(new_kv, before, make_sharding(MODEL))
-        return cache, update_summaries(summaries, cache, before, after, num_tokens)
+        return cache, update_summaries(summaries, cache, before, after, num_tokens, make_sharding(MODEL))
 
     step = 0
     while lengths.max() <= last_start:

@@ -16,6 +16,7 @@ from sv_jax.model.cache import KVCache
 from sv_jax.model.cached_attention import Selection
 from sv_jax.model.choices import Choices
 from sv_jax.model.transformer import Params, Transformer, compute_logits, forward
+from sv_jax.sharding import make_sharding
 from sv_jax.sparsity.plan import SparsityPlan
 from sv_jax.sparsity.selection import make_chooser, summary_scorer
 from sv_jax.sparsity.summaries import BlockSummaries, planned_summaries, update_summaries
@@ -80,7 +81,9 @@ def summaries_of(
 ) -> BlockSummaries:
     """As if all committed tokens had been written in one commit."""
     empty = planned_summaries(sparsity.attention, model, cache.batch, cache.capacity)
-    return update_summaries(empty, cache, jnp.zeros_like(lengths), lengths, cache.capacity)
+    return update_summaries(
+        empty, cache, jnp.zeros_like(lengths), lengths, cache.capacity, make_sharding(model)
+    )
 
 
 @partial(jax.jit, static_argnames=("target",))
