@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import heapq
+import itertools
 import json
 import os
 import re
@@ -71,7 +72,7 @@ def hot_loop(text: str) -> dict[str, int]:
     bundles, starts, branches = parse(text)
     ends = {index + DELAY_SLOTS + 1 for index in branches}
     borders = sorted({0, len(bundles)} | ends | {starts[region] for region in branches.values()})
-    blocks = list(zip(borders, borders[1:]))
+    blocks = list(itertools.pairwise(borders))
     first = {begin: i for i, (begin, _) in enumerate(blocks)}
     edges: dict[int, list[int]] = {i: [i + 1] for i in range(len(blocks) - 1)}
     edges[len(blocks) - 1] = []
@@ -183,10 +184,10 @@ def main() -> None:
                 head_dim=arguments.head_dim,
                 topology=arguments.topology,
             )
-            details = ", ".join(f"{kind} {result[kind]}" for kind in COUNTED)
+            kinds = ", ".join(f"{kind} {result[kind]}" for kind in COUNTED)
             print(
                 f"T {tokens:3} block {block_size:4}: {result['per_position']:.2f} bundles a position "
-                f"(HBM {FLOOR}), {result['bundles']} a round, {result['straight']} of them straight: {details}",
+                f"(HBM {FLOOR}), {result['bundles']} a round, {result['straight']} of them straight: {kinds}",
                 flush=True,
             )
             results.append(result)

@@ -1,286 +1,92 @@
-"""Block-sparse attention as a Mosaic TPU kernel.
-
-The cache stays in HBM. Each grid step is one KV head of one row; it walks the head's selected blocks in
-chunks of CHUNK positions, which a ring of VMEM buffers receives ahead of time, across heads too:
-
-    blocks of head (b, k)      |0 1 2 3 4 5 6 7|8 9 ..      |   entries of block_indices
-    chunks                     |    chunk 0    |  chunk 1   |   the last one may be partial
-    ring slots                     0               1            2 (first chunk of the next head) ..
-
-A chunk that is full and wholly alive takes the hot path: one basic block that starts the copies of a later
-chunk, waits for its own and multiplies without masks. Whatever else (the last chunk, the block that holds
-the row's length, a window's edge) goes through TAIL positions at a time, masked. So the cost follows the
-number of selected blocks; a head without any costs an empty grid step.
-"""
+"""Block-sparse attention as a Mosaic TPU kernel: what it takes, and how arrays are laid out for it."""
 
 from __future__ import annotations
 
 import functools
-import math
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.cache_attention.reference import from_rows, matmul_precision, to_rows
+from pallas_kernels.block_sparse_attention.tpu_kernel import CHUNK, LANES, RING, ROW_TILE, Plan, kernel
+from pallas_kernels.cache_attention.reference import from_rows, to_rows
 
-LANES = 128
-CHUNK = 512  # positions of a full chunk
-TAIL = 128  # positions that the masked path handles at a time
-RING = 4  # chunks in flight or in use
-ROW_TILE = 64  # query rows whose scores live in registers at once
-MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite: the difference of two of them is 0, not NaN
-LOG2_E = math.log2(math.e)
+MOST_TOKENS = 64
+SUBLANES = {"float32": 8, "bfloat16": 16}  # positions, or query rows, of a tile
+VMEM_BYTES = 14 << 20  # of the 16 MiB that a kernel may use by default
+SMEM_BYTES = 512 << 10  # for the block indices
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is static about a call."""
-
-    batch: int
-    kv_heads: int
-    pack: int  # KV heads side by side in the lanes of a group
-    head_dim: int
-    lanes: int  # lanes of a group that are copied for one head
-    entries: int  # N, entries of block_indices per KV head
-    block: int  # positions
-    rows: int  # query rows per KV head, padded to whole tiles
-    window: int | None
-    scale: float
-    dtype: jnp.dtype
-
-    @property
-    def blocks_per_chunk(self) -> int:
-        return max(1, CHUNK // self.block)
-
-    @property
-    def chunk(self) -> int:
-        return self.blocks_per_chunk * self.block
-
-    def first_lane(self, kv_head):
-        """Where the copied lanes of a KV head begin in its group: the tile that holds its first lane."""
-        if self.lanes == self.pack * self.head_dim:
-            return 0
-        in_group = kv_head % self.pack if isinstance(kv_head, int) else jax.lax.rem(kv_head, self.pack)
-        return in_group * self.head_dim // LANES * LANES
-
-    def head_offset(self, kv_head: int) -> int:
-        """First lane of the head within the copied lanes."""
-        return kv_head % self.pack * self.head_dim - self.first_lane(kv_head)
+def chunk_positions(block_size: int) -> int:
+    """Positions that a round of the kernel's hot loop covers."""
+    return max(1, CHUNK // block_size) * block_size
 
 
-# Cursor of the copies, in SMEM: the chunk that is started next.
-ROW, HEAD, ENTRY, STARTED, TAKEN = range(5)
+def copied_lanes(cache_width: int, head_dim: int) -> int:
+    """Lanes of a group that are read for one KV head.
+
+    All, up to 128 of them or when the group is one head. Of more, the 256 of the two tiles that a head of
+    96 may straddle. So a head of 64 in a pair reads 128 lanes, one of 96 in a group of four 256.
+    """
+    return cache_width if cache_width <= max(LANES, head_dim) else 2 * LANES
 
 
-def _kernel(plan: Plan, *refs):
-    if plan.window is None:
-        (indices, counts, lengths, q, k_hbm, v_hbm, out, lse, *scratch) = refs
-        last_query = query_positions = None
-    else:
-        (indices, counts, lengths, last_query, q, query_positions, k_hbm, v_hbm, out, lse, *scratch) = refs
-    k_ring, v_ring, semaphores, cursor, clean, peak_ref, total_ref, out_ref = scratch
-    per_chunk, block = plan.blocks_per_chunk, plan.block
-    row, head = pl.program_id(0), pl.program_id(1)
-
-    def copies(b, h, entry, slot, i):
-        """K and V of the block at `entry` -> i-th block of a slot."""
-        at = pl.multiple_of(indices[(b * plan.kv_heads + h) * plan.entries + entry] * block, block)
-        source = (b, jax.lax.div(h, plan.pack), pl.ds(at, block))
-        if plan.lanes != plan.pack * plan.head_dim:
-            source += (pl.ds(pl.multiple_of(plan.first_lane(h), LANES), plan.lanes),)
-        target = (slot, pl.ds(pl.multiple_of(i * block, block), block))
-        return [
-            pltpu.make_async_copy(hbm.at[source], ring.at[target], semaphores.at[which, slot])
-            for which, (hbm, ring) in enumerate([(k_hbm, k_ring), (v_hbm, v_ring)])
-        ]
-
-    def left(b, h, entry):
-        """Blocks of the chunk that begins at `entry`; none when the cursor is behind the last row."""
-        count = counts[jnp.minimum(b * plan.kv_heads + h, plan.batch * plan.kv_heads - 1)]
-        return jnp.where(b < plan.batch, jnp.minimum(count - entry, per_chunk), 0)
-
-    def start_full():
-        """Starts the chunk at the cursor, which is full. Notes whether it can do without masks."""
-        b, h, entry, slot = cursor[ROW], cursor[HEAD], cursor[ENTRY], jax.lax.rem(cursor[STARTED], RING)
-        first = (b * plan.kv_heads + h) * plan.entries + entry
-        chosen = [indices[first + i] for i in range(per_chunk)]
-        alive = (functools.reduce(jnp.maximum, chosen) + 1) * block <= lengths[b]
-        if plan.window is not None:
-            alive &= functools.reduce(jnp.minimum, chosen) * block > last_query[b] - plan.window
-        clean[slot] = alive.astype(jnp.int32)
-        for i in range(per_chunk):
-            for copy in copies(b, h, entry + i, slot, i):
-                copy.start()
-
-    def start_partial(blocks):
-        b, h, entry, slot = cursor[ROW], cursor[HEAD], cursor[ENTRY], jax.lax.rem(cursor[STARTED], RING)
-        clean[slot] = 0
-
-        @pl.loop(0, blocks)
-        def _(i):
-            for copy in copies(b, h, entry + i, slot, i):
-                copy.start()
-
-    def advance(step):
-        """Moves the cursor to the next chunk that has blocks, or behind the last row."""
-
-        def next_head(place):
-            b, h, _ = place
-            end = h == plan.kv_heads - 1
-            return jnp.where(end, b + 1, b), jnp.where(end, 0, h + 1), 0
-
-        def is_done(place):
-            return (place[0] < plan.batch) & (left(*place) <= 0)
-
-        place = (cursor[ROW], cursor[HEAD], cursor[ENTRY] + step)
-        cursor[ROW], cursor[HEAD], cursor[ENTRY] = jax.lax.while_loop(is_done, next_head, place)
-
-    def start_next():
-        blocks = left(cursor[ROW], cursor[HEAD], cursor[ENTRY])
-        pl.when(blocks == per_chunk)(start_full)
-        pl.when((blocks > 0) & (blocks < per_chunk))(lambda: start_partial(blocks))
-
-        @pl.when(blocks > 0)
-        def _():
-            cursor[STARTED] += 1
-            advance(per_chunk)
-
-    def wait(slot, blocks=None):
-        """Waits for the first blocks of a slot, or for all of it: semaphores count bytes."""
-        for which, ring in enumerate([k_ring, v_ring]):
-            if blocks is None:
-                whole = ring.at[slot]
-                pltpu.make_async_copy(whole, whole, semaphores.at[which, slot]).wait()
-            else:
-
-                @pl.loop(0, blocks)
-                def _(i, which=which, ring=ring):
-                    part = ring.at[slot, pl.ds(pl.multiple_of(i * block, block), block)]
-                    pltpu.make_async_copy(part, part, semaphores.at[which, slot]).wait()
-
-    def hot(slot):
-        start_full()
-        wait(slot)
-        keys, values = k_ring.at[slot], v_ring.at[slot]
-        for tile in range(0, plan.rows, ROW_TILE):
-            rows = pl.ds(tile, min(ROW_TILE, plan.rows - tile))
-            _attend(plan, rows, q, keys, values, peak_ref, total_ref, out_ref)
-
-    def masked(slot, entry, blocks):
-        positions = _tail_positions(plan, indices, (row * plan.kv_heads + head) * plan.entries, entry, blocks)
-        step = min(TAIL, plan.chunk)
-
-        @pl.loop(0, pl.cdiv(blocks * block, step))
-        def _(part):
-            at = pl.ds(pl.multiple_of(part * step, step), step)
-            keys, values = k_ring.at[slot, at], v_ring.at[slot, at]
-            along_lanes, along_sublanes = positions(part * step, (1, step)), positions(part * step, (step, 1))
-            # A weight of 0 does not make NaN harmless.
-            values[...] = jnp.where(along_sublanes < lengths[row], values[...], jnp.zeros((), plan.dtype))
-            mask = along_lanes < lengths[row]
-            for tile in range(0, plan.rows, ROW_TILE):
-                size = min(ROW_TILE, plan.rows - tile)
-                rows = pl.ds(tile, size)
-                seen = jnp.broadcast_to(mask, (size, step))
-                if plan.window is not None:
-                    seen &= along_lanes > query_positions[0, rows] - plan.window
-                _attend(plan, rows, q, keys, values, peak_ref, total_ref, out_ref, seen)
-
-    def chunk(i, _):
-        entry = i * per_chunk
-        blocks = left(row, head, entry)
-        slot = jax.lax.rem(cursor[TAKEN], RING)
-        cursor[TAKEN] += 1
-        is_hot = (clean[slot] == 1) & (left(cursor[ROW], cursor[HEAD], cursor[ENTRY]) == per_chunk)
-
-        @pl.when(is_hot)
-        def _():
-            hot(slot)
-            cursor[STARTED] += 1
-            advance(per_chunk)
-
-        @pl.when(jnp.logical_not(is_hot))
-        def _():
-            start_next()
-            wait(slot, blocks)
-            masked(slot, entry, blocks)
-
-    @pl.when((row == 0) & (head == 0))
-    def _():
-        for i in range(5):
-            cursor[i] = 0
-        advance(0)
-        for _ in range(RING - 1):
-            start_next()
-
-    peak_ref[...] = jnp.full_like(peak_ref, MASKED)
-    total_ref[...] = jnp.zeros_like(total_ref)
-    out_ref[...] = jnp.zeros_like(out_ref)
-    jax.lax.fori_loop(0, pl.cdiv(counts[row * plan.kv_heads + head], per_chunk), chunk, None)
-
-    total = jnp.sum(total_ref[...], axis=1, keepdims=True)
-    some = total > 0
-    out[0, 0] = out_ref[...] * jnp.where(some, 1.0 / jnp.where(some, total, 1.0), 0.0)
-    log = peak_ref[...] * plan.scale + jnp.log(jnp.where(some, total, 1.0))
-    lse[0, 0] = jnp.transpose(jnp.where(some, log, -jnp.inf))[:1]
+def vmem_bytes(rows: int, lanes: int, block_size: int, itemsize: int) -> int:
+    """VMEM that the kernel needs, rows padded to tiles: its buffers and the scores of a tile of rows."""
+    chunk, tile = chunk_positions(block_size), min(rows, ROW_TILE)
+    wide = -(-lanes // LANES) * LANES
+    ring = 2 * RING * chunk * wide * itemsize
+    blocks = 2 * rows * wide * (itemsize + 4) + 3 * rows * LANES * 4  # q and out, double-buffered
+    sums = rows * (wide + 2 * LANES) * 4
+    return ring + blocks + sums + tile * chunk * (4 + itemsize)
 
 
-def _tail_positions(plan: Plan, indices, first, entry, blocks):
-    """-> function (offset within the chunk, shape) -> int32 positions in the cache; huge past the chunk."""
+def check_supported(
+    q_shape: tuple[int, ...],
+    cache_shape: tuple[int, ...],
+    dtype: jax.typing.DTypeLike,
+    *,
+    block_size: int,
+    entries: int,
+) -> None:
+    """Whether the kernel compiles: q [B, T, H, D], a cache [B, G, S, W], N entries of block_indices.
 
-    def positions(offset, shape):
-        axis = shape.index(max(shape))
-        lane = jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-        place = jnp.full(shape, 2**30, jnp.int32)
-        for i in range(pl.cdiv(max(shape), plan.block)):
-            chosen = jax.lax.div(offset, plan.block) + i
-            index = indices[first + jnp.minimum(entry + chosen, plan.entries - 1)]
-            base = jnp.where(chosen < blocks, index * plan.block + jax.lax.rem(offset, plan.block), 2**30)
-            place = jnp.where(lane >= i * plan.block, base + lane - i * plan.block, place)
-        return place
-
-    return positions
-
-
-def _attend(plan, rows, q, keys, values, peak_ref, total_ref, out_ref, mask=None):
-    """One step of the online softmax: rows of q against the positions of a buffer."""
-    precision = matmul_precision(plan.dtype)
-    k = _own_lanes(plan, keys[...])
-    scores = jax.lax.dot_general(
-        q[0, 0, rows], k, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
-    if mask is not None:
-        scores = jnp.where(mask, scores, MASKED)
-    before = peak_ref[rows]
-    peak = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-    factor = plan.scale * LOG2_E
-    decay = jnp.exp2((before - peak) * factor)
-    total = total_ref[rows] * decay
-    weights = []
-    for at in range(0, scores.shape[1], LANES):
-        weight = jnp.exp2((scores[:, at : at + LANES] - peak) * factor)
-        if mask is not None:
-            weight = jnp.where(mask[:, at : at + LANES], weight, 0.0)
-        total += weight
-        weights.append(weight.astype(plan.dtype))
-    product = jax.lax.dot_general(
-        jnp.concatenate(weights, axis=1),
-        values[...],
-        (((1,), (0,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-    peak_ref[rows] = peak
-    total_ref[rows] = total
-    wide = jnp.concatenate([decay] * pl.cdiv(plan.lanes, LANES), axis=1)[:, : plan.lanes]
-    out_ref[rows] = out_ref[rows] * wide + product
-
-
-def _own_lanes(plan, keys):
-    return keys
+    Raises:
+      NotImplementedError: it does not; with the value and what is allowed.
+    """
+    batch, tokens, heads, head_dim = q_shape
+    _, groups, _, width = cache_shape
+    name = jnp.dtype(dtype).name
+    if name not in SUBLANES:
+        raise NotImplementedError(f"dtype={name}; allowed on TPU: {', '.join(SUBLANES)}")
+    if not 1 <= tokens <= MOST_TOKENS:
+        raise NotImplementedError(f"{tokens} tokens in a step; allowed on TPU: 1 to {MOST_TOKENS}")
+    least = SUBLANES[name]
+    if block_size < least or (LANES % block_size and block_size % LANES):
+        raise NotImplementedError(
+            f"block_size={block_size} in {name}; allowed on TPU: "
+            f"{', '.join(str(n) for n in (8, 16, 32, 64) if n >= least)} and multiples of {LANES}"
+        )
+    pack = width // head_dim
+    if pack > 1 and width % LANES:
+        raise NotImplementedError(
+            f"{pack} heads of {head_dim} packed to {width} lanes; allowed on TPU: multiples of {LANES}"
+        )
+    lanes = copied_lanes(width, head_dim)
+    rows = -(-heads // (groups * pack) * tokens // least) * least
+    need = vmem_bytes(rows, lanes, block_size, jnp.dtype(dtype).itemsize)
+    if need > VMEM_BYTES:
+        raise NotImplementedError(
+            f"block_size={block_size} with {rows} query rows of {lanes} lanes takes {need} bytes of VMEM; "
+            f"allowed on TPU: {VMEM_BYTES}"
+        )
+    scalars = 4 * batch * groups * pack * entries
+    if scalars > SMEM_BYTES:
+        raise NotImplementedError(
+            f"block_indices of {batch} rows, {groups * pack} KV heads and {entries} entries take {scalars} "
+            f"bytes of SMEM; allowed on TPU: {SMEM_BYTES}"
+        )
 
 
 def block_sparse_attention(
@@ -297,80 +103,120 @@ def block_sparse_attention(
     scale: float,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array]:
-    batch, num_tokens, num_heads, head_dim = q.shape
-    groups, width = k_cache.shape[1], k_cache.shape[3]
-    pack = width // head_dim
-    kv_heads = groups * pack
-    lanes = width if width <= LANES or pack == 1 else 2 * LANES
-    rows = to_rows(q.astype(k_cache.dtype), kv_heads)
-    count = rows.shape[2]
-    tile = 8 if k_cache.dtype == jnp.float32 else 16
+    """See `pallas_kernels.block_sparse_attention.block_sparse_attention`.
+
+    Caches are [B, G, S, W]: G groups of W // D KV heads side by side. A head in a packed group is read with
+    its neighbours, a position of K or V being 128 lanes for head_dim 64 (twice its own) and 256 for 96. An
+    unpacked head of 64 or 96 lies, and is read, in 128 lanes: XLA pads them.
+
+    Args:
+      interpret: True or InterpretParams to run without a TPU; the latter raise on an index out of range,
+        which is clamped on hardware.
+
+    Raises:
+      NotImplementedError: see `check_supported`.
+    """
+    batch, num_tokens, _, head_dim = q.shape
+    _, groups, capacity, width = k_cache.shape
+    if q.dtype != k_cache.dtype or v_cache.dtype != k_cache.dtype:
+        raise NotImplementedError(
+            f"q in {q.dtype}, K in {k_cache.dtype}, V in {v_cache.dtype}; allowed on TPU: one dtype"
+        )
+    check_supported(q.shape, k_cache.shape, q.dtype, block_size=block_size, entries=block_indices.shape[2])
+    kv_heads = groups * (width // head_dim)
+    rows = to_rows(q if scale >= 0 else -q, kv_heads)
+    count, sublanes = rows.shape[2], SUBLANES[q.dtype.name]
     plan = Plan(
         batch=batch,
         kv_heads=kv_heads,
-        pack=pack,
+        pack=width // head_dim,
         head_dim=head_dim,
-        lanes=lanes,
+        lanes=copied_lanes(width, head_dim),
         entries=block_indices.shape[2],
+        num_blocks=capacity // block_size,
         block=block_size,
-        rows=-(-count // tile) * tile,
+        rows=-(-count // sublanes) * sublanes,
         window=window,
-        scale=scale,
-        dtype=k_cache.dtype,
+        scale=abs(scale),
+        dtype=q.dtype,
+        clamp=interpret is False,
     )
-    padding = ((0, plan.rows - count), (0, 0))
-    rows = jnp.pad(rows, ((0, 0), (0, 0), *padding))
-    if pack > 1:
-        rows = jnp.stack(
-            [
-                jnp.pad(rows[:, k], ((0, 0), (0, 0), (plan.head_offset(k), lanes - head_dim - plan.head_offset(k))))
-                for k in range(kv_heads)
-            ],
-            axis=1,
-        )
-    scalars = [block_indices.reshape(-1), num_blocks.reshape(-1), lengths]
-    arrays = [rows]
-    head_block = lambda *shape: pl.BlockSpec((1, 1, *shape), lambda b, k, *_: (b, k, 0, 0))
-    in_specs = [head_block(plan.rows, lanes)]
+    rows = _place(plan, jnp.pad(rows, ((0, 0), (0, 0), (0, plan.rows - count), (0, 0))))
+    scalars, arrays = [block_indices.reshape(-1), num_blocks.reshape(-1), lengths], [rows]
     if window is not None:
+        assert positions is not None
         scalars.append(jnp.max(positions, axis=1))
-        row_positions = jnp.tile(positions, (1, count // num_tokens))
-        arrays.append(jnp.pad(row_positions[..., None], ((0, 0), *padding)))
+        of_rows = jnp.tile(positions, (1, count // num_tokens))[..., None]  # [B, R, 1]
+        arrays.append(jnp.pad(of_rows, ((0, 0), (0, plan.rows - count), (0, 0))))
+    out, lse = _call(plan, scalars, arrays, k_cache, v_cache, interpret)
+    out = _pick(plan, out)[:, :, :count]
+    return from_rows(out, num_tokens), from_rows(lse[:, :, 0, :count, None], num_tokens)[..., 0]
+
+
+def _offset(plan: Plan, kv_head: int) -> int:
+    """First lane of a head within those that are copied for it."""
+    in_group = kv_head % plan.pack
+    return in_group * plan.head_dim - plan.first_lane(in_group)
+
+
+def _place(plan: Plan, rows: jax.Array) -> jax.Array:
+    """[B, K, R, D] -> [B, K, R, lanes]: zeros in the lanes of neighbouring heads."""
+    if plan.pack == 1:
+        return rows
+    free = plan.lanes - plan.head_dim
+    placed = [
+        jnp.pad(rows[:, k], ((0, 0), (0, 0), (_offset(plan, k), free - _offset(plan, k))))
+        for k in range(plan.kv_heads)
+    ]
+    return jnp.stack(placed, axis=1)
+
+
+def _pick(plan: Plan, out: jax.Array) -> jax.Array:
+    """[B, K, R, lanes] -> [B, K, R, D]."""
+    if plan.pack == 1:
+        return out
+    picked = [
+        jax.lax.slice_in_dim(out[:, k], _offset(plan, k), _offset(plan, k) + plan.head_dim, axis=2)
+        for k in range(plan.kv_heads)
+    ]
+    return jnp.stack(picked, axis=1)
+
+
+def _call(plan: Plan, scalars, arrays, k_cache, v_cache, interpret):
+    """-> out [B, K, R, lanes], lse [B, K, 1, R], float32."""
+    grid = (plan.batch, plan.kv_heads)
+
+    def per_head(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, 1, *shape), lambda b, k, *_: (b, k, 0, 0))
+
+    in_specs = [per_head(plan.rows, plan.lanes)]
+    if plan.window is not None:
         in_specs.append(pl.BlockSpec((1, plan.rows, 1), lambda b, k, *_: (b, 0, 0)))
     in_specs += [pl.BlockSpec(memory_space=pl.ANY)] * 2
-    ring = pltpu.VMEM((RING, plan.chunk, lanes), plan.dtype)
-    out, lse = pl.pallas_call(
-        functools.partial(_kernel, plan),
+    shapes = [(*grid, plan.rows, plan.lanes), (*grid, 1, plan.rows)]
+    attended = plan.batch * plan.kv_heads * plan.entries * plan.block
+    position_bytes = 2 * plan.lanes * plan.dtype.itemsize
+    return pl.pallas_call(
+        functools.partial(kernel, plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(batch, kv_heads),
+            grid=grid,
             in_specs=in_specs,
-            out_specs=[head_block(plan.rows, lanes), head_block(1, plan.rows)],
-            scratch_shapes=[
-                ring,
-                ring,
-                pltpu.SemaphoreType.DMA((2, RING)),
-                pltpu.SMEM((5,), jnp.int32),
-                pltpu.SMEM((RING,), jnp.int32),
-                pltpu.VMEM((plan.rows, LANES), jnp.float32),
-                pltpu.VMEM((plan.rows, LANES), jnp.float32),
-                pltpu.VMEM((plan.rows, lanes), jnp.float32),
-            ],
+            out_specs=[per_head(*shape[2:]) for shape in shapes],
+            scratch_shapes=plan.scratch(),
         ),
-        out_shape=[
-            jax.ShapeDtypeStruct((batch, kv_heads, plan.rows, lanes), jnp.float32),
-            jax.ShapeDtypeStruct((batch, kv_heads, 1, plan.rows), jnp.float32),
-        ],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+        # The cursor of the copies goes from step to step: their order matters. Bounds checks would double
+        # the scalar work of a copy; indices are clamped instead.
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"), disable_bounds_checks=True
+        ),
+        # Of every entry: an upper bound, the counts are data.
+        cost_estimate=pl.CostEstimate(
+            flops=4 * attended * plan.rows * plan.head_dim,
+            transcendentals=attended * plan.rows,
+            bytes_accessed=attended * position_bytes + sum(4 * jnp.size(x) for x in arrays),
+        ),
         interpret=interpret,
         name="block_sparse_attention",
     )(*scalars, *arrays, k_cache, v_cache)
-    if pack > 1:
-        out = jnp.stack(
-            [out[:, k, :, plan.head_offset(k) : plan.head_offset(k) + head_dim] for k in range(kv_heads)], axis=1
-        )
-    return from_rows(out[:, :, :count], num_tokens), from_rows(lse[:, :, 0, :count, None], num_tokens)[..., 0]
-
-
-def chunk_positions(block_size: int) -> int:
-    return max(1, CHUNK // block_size) * block_size
