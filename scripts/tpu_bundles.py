@@ -2,8 +2,9 @@
 
     python -m scripts.tpu_bundles --block-sizes 64,128 --tokens 16,64
 
-Compiles ahead of time (libtpu, no TPU needed) with the compiler's dumps switched on, finds the block of
-straight-line code with the most matrix products and counts the shortest way round the loop that holds it.
+Compiles ahead of time (libtpu, no TPU needed) with the compiler's dumps switched on, finds the
+straight-line code with the most matrix products and counts the shortest way round the loop that holds it
+and starts the copies of a full chunk.
 A bundle is one cycle when nothing stalls, so this is a lower bound of the core's time, to hold against the
 cycles in which HBM delivers a position (0.94 on v5e: 512 bytes of K and V in bfloat16, 819 GB/s, 1.5 GHz).
 Ends in one line of JSON.
@@ -16,6 +17,7 @@ import collections
 import heapq
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -60,14 +62,15 @@ def parse(text: str) -> tuple[list[str], dict[int, int], dict[int, int]]:
 
 
 def hot_loop(text: str) -> dict[str, int]:
-    """Bundles of the shortest cycle through the straight-line code with the most matrix products.
+    """Bundles of the shortest cycle through the straight-line code with the most matrix products and that
+    with the most copies: a round that multiplies one full chunk without masks and starts another.
 
     Returns:
-      "bundles" of the cycle, "straight" of the straight-line code in it, and how often the latter holds each
-      kind of instruction in COUNTED.
+      "bundles" of the cycle, "straight" of the products' straight-line code, and how often the latter holds
+      each kind of instruction in COUNTED.
 
     Raises:
-      ValueError: no product, or no loop around it.
+      ValueError: no product or no copy, or no loop around both.
     """
     bundles, starts, branches = parse(text)
     ends = {index + DELAY_SLOTS + 1 for index in branches}
@@ -80,23 +83,36 @@ def hot_loop(text: str) -> dict[str, int]:
         source = next(i for i, (begin, end) in enumerate(blocks) if begin <= index < end)
         # A target may lie within the delay slots' successor: blocks begin at every target.
         edges[source].append(first[starts[region]])
-    products = [sum("vmatmul" in bundle for bundle in bundles[a:b]) for a, b in blocks]
-    hot = max(range(len(blocks)), key=products.__getitem__)
-    if not products[hot]:
-        raise ValueError("no matrix product in the dump")
-    queue, seen = [(0, hot, True)], set()
-    while queue:
-        cost, block, begin = heapq.heappop(queue)
-        if block == hot and not begin:
-            break
-        if block in seen:
-            continue
-        seen.add(block)
-        a, b = blocks[block]
-        for after in edges[block]:
-            heapq.heappush(queue, (cost + b - a, after, False))
-    else:
-        raise ValueError("no loop around the matrix products")
+
+    def most(pattern: str) -> list[int]:
+        held = [sum(len(re.findall(pattern, bundle)) for bundle in bundles[a:b]) for a, b in blocks]
+        if not max(held):
+            raise ValueError(f"no {pattern} in the dump")
+        return [i for i, number in enumerate(held) if number == max(held)]
+
+    def distance(source: int, target: int) -> float:
+        """Bundles from the beginning of one block to that of another; infinite where no way leads."""
+        queue, seen = [(blocks[source][1] - blocks[source][0], after) for after in edges[source]], set()
+        heapq.heapify(queue)
+        while queue:
+            cost, block = heapq.heappop(queue)
+            if block == target:
+                return cost
+            if block not in seen:
+                seen.add(block)
+                size = blocks[block][1] - blocks[block][0]
+                for after in edges[block]:
+                    heapq.heappush(queue, (cost + size, after))
+        return math.inf
+
+    rounds = [
+        (distance(hot, start) + distance(start, hot) if start != hot else distance(hot, hot), hot)
+        for hot in most("vmatmul")
+        for start in most("dma.hbm_to_vmem")
+    ]
+    cost, hot = min(rounds)
+    if math.isinf(cost):
+        raise ValueError("no loop around the matrix products and the copies")
     a, b = blocks[hot]
     counts = collections.Counter(
         kind

@@ -140,6 +140,8 @@ def block_sparse_attention(
         scale=abs(scale),
         dtype=q.dtype,
         clamp=interpret is False,
+        # Interpreters take a second for every few copies in the code.
+        unroll=interpret is False or block_size >= LANES,
     )
     rows = _place(plan, jnp.pad(rows, ((0, 0), (0, 0), (0, plan.rows - count), (0, 0))))
     scalars, arrays = [block_indices.reshape(-1), num_blocks.reshape(-1), lengths], [rows]

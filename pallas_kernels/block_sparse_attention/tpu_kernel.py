@@ -60,6 +60,7 @@ class Plan:
     scale: float  # not negative
     dtype: jnp.dtype
     clamp: bool  # whether indices are clamped to the cache, as XLA's dynamic_slice does
+    unroll: bool  # whether the copies of a full chunk are started without a loop
 
     @property
     def blocks_per_chunk(self) -> int:
@@ -145,37 +146,46 @@ class Ring:
         plan, cursor = self.plan, self.cursor
         return (cursor[ROW] * plan.kv_heads + cursor[HEAD]) * plan.entries + cursor[ENTRY]
 
-    def start_full(self) -> None:
-        """Starts the chunk at the cursor, which is full. Notes whether it can do without masks."""
-        plan, first, row = self.plan, self.first_entry(), self.cursor[ROW]
-        slot = jax.lax.rem(self.cursor[STARTED], RING)
-        chosen = [self.index(first + i) for i in range(plan.blocks_per_chunk)]
-        alive = (functools.reduce(jnp.maximum, chosen) + 1) * plan.block <= self.lengths[row]
+    def is_clean(self, blocks, oldest, newest):
+        """Whether a chunk needs no mask, from its number of blocks and the range of their indices."""
+        plan, row = self.plan, self.cursor[ROW]
+        clean = (blocks == plan.blocks_per_chunk) & ((newest + 1) * plan.block <= self.lengths[row])
         if plan.window is not None:
-            oldest = functools.reduce(jnp.minimum, chosen) * plan.block
-            alive &= oldest > self.last_query[row] - plan.window
-        self.clean[slot] = alive.astype(jnp.int32)
+            assert self.last_query is not None
+            clean &= oldest * plan.block > self.last_query[row] - plan.window
+        return clean.astype(jnp.int32)
+
+    def start_full(self) -> None:
+        """Starts the chunk at the cursor, which is full, in straight-line code."""
+        blocks, first = self.plan.blocks_per_chunk, self.first_entry()
+        slot = jax.lax.rem(self.cursor[STARTED], RING)
+        chosen = [self.index(first + i) for i in range(blocks)]
+        oldest, newest = functools.reduce(jnp.minimum, chosen), functools.reduce(jnp.maximum, chosen)
+        self.clean[slot] = self.is_clean(blocks, oldest, newest)
         for i, index in enumerate(chosen):
             self.start_block(index, slot, i)
 
-    def start_partial(self, blocks) -> None:
+    def start_some(self, blocks) -> None:
+        """Starts the chunk at the cursor, of any number of blocks."""
         first, slot = self.first_entry(), jax.lax.rem(self.cursor[STARTED], RING)
-        self.clean[slot] = 0
 
-        @pl.loop(0, blocks)
-        def _(i):
-            self.start_block(self.index(first + i), slot, i)
+        def start(i, extremes):
+            oldest, newest = extremes
+            index = self.index(first + i)
+            self.start_block(index, slot, i)
+            return jnp.minimum(oldest, index), jnp.maximum(newest, index)
 
-    def start_next(self) -> None:
+        extremes = jax.lax.fori_loop(0, blocks, start, (jnp.int32(self.plan.num_blocks), jnp.int32(0)))
+        self.clean[slot] = self.is_clean(blocks, *extremes)
+
+    def start_next(self, unroll: bool) -> None:
         """Starts the chunk at the cursor, if there is one, and moves on."""
         blocks, full = self.ahead(), self.plan.blocks_per_chunk
-        pl.when(blocks == full)(self.start_full)
-        pl.when((blocks > 0) & (blocks < full))(lambda: self.start_partial(blocks))
-        pl.when(blocks > 0)(self.advance)
-
-    def advance(self) -> None:
+        if unroll:
+            pl.when(blocks == full)(self.start_full)
+        pl.when((blocks > 0) & ((blocks < full) | (not unroll)))(lambda: self.start_some(blocks))
         self.cursor[STARTED] += 1
-        self.cursor[ENTRY] += self.plan.blocks_per_chunk
+        self.cursor[ENTRY] += full
         pl.when(self.ahead() <= 0)(self.seek)
 
     def seek(self) -> None:
@@ -198,8 +208,7 @@ class Ring:
         self.cursor[ROW], self.cursor[HEAD], self.cursor[ENTRY] = 0, 0, 0
         self.cursor[STARTED], self.cursor[TAKEN] = 0, 0
         pl.when(self.ahead() <= 0)(self.seek)
-        for _ in range(RING - 1):
-            self.start_next()
+        pl.loop(0, RING - 1)(lambda _: self.start_next(unroll=False))
 
     def wait(self, slot, blocks=None) -> None:
         """Waits for the first `blocks` of a slot, or for all of it at once: semaphores count bytes."""
@@ -357,19 +366,16 @@ def kernel(plan: Plan, *refs: Ref) -> None:
     def _(i):
         entry, slot = i * plan.blocks_per_chunk, jax.lax.rem(cursor[TAKEN], RING)
         cursor[TAKEN] += 1
-        is_hot = (clean[slot] == 1) & (ring.ahead() == plan.blocks_per_chunk)
+        ring.start_next(plan.unroll)
 
-        @pl.when(is_hot)
+        @pl.when(clean[slot] == 1)
         def _():
-            ring.start_full()
             ring.wait(slot)
             head.attend(key_slots.at[slot], value_slots.at[slot])
-            ring.advance()
 
-        @pl.when(jnp.logical_not(is_hot))
+        @pl.when(clean[slot] == 0)
         def _():
             blocks = ring.left(row, kv_head, entry)
-            ring.start_next()
             ring.wait(slot, blocks)
             masked_chunk(ring, head, row, kv_head, slot, entry, blocks)
 
