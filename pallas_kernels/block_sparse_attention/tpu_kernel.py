@@ -79,8 +79,10 @@ class Plan:
         so that they end with the group."""
         if self.copies_all_lanes:
             return 0
-        first, last = in_group * self.head_dim // LANES * LANES, self.pack * self.head_dim - self.lanes
-        return min(first, last) if isinstance(first, int) else jnp.minimum(first, last)
+        last = (self.pack * self.head_dim - self.lanes) // LANES
+        if isinstance(in_group, int):
+            return min(in_group * self.head_dim // LANES, last) * LANES
+        return jnp.minimum(jax.lax.div(in_group * self.head_dim, LANES), last) * LANES
 
     def scratch(self) -> list[Any]:
         """Buffers of `kernel`, in its order."""

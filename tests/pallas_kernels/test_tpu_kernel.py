@@ -1,6 +1,7 @@
 """The TPU kernel without a TPU: interpreted, against the reference, and what it must not read."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.block_sparse_attention import reference, tpu
-from pallas_kernels.block_sparse_attention.tpu_kernel import CHUNK
+from pallas_kernels.block_sparse_attention import reference, tpu, tpu_kernel
 
 ABSURD = 10**6  # an index past the count
 
@@ -73,26 +73,27 @@ def packed(cache, pack):
     return jnp.swapaxes(cache, 2, 3).reshape(batch, kv_heads // pack, capacity, pack * head_dim)
 
 
-def run(case, inputs, interpret=True):
-    q, k, v, indices, counts, lengths, positions = inputs
+def kernel(q, k, v, indices, counts, lengths, positions, *, case, scale, interpret):
+    return tpu.block_sparse_attention(
+        q,
+        k,
+        v,
+        indices,
+        counts,
+        lengths,
+        block_size=case.block,
+        window=case.window,
+        positions=positions,
+        scale=scale,
+        interpret=interpret,
+    )
 
-    @jax.jit
-    def kernel(q, k, v, indices, counts, lengths, positions):
-        return tpu.block_sparse_attention(
-            q,
-            packed(k, case.pack),
-            packed(v, case.pack),
-            indices,
-            counts,
-            lengths,
-            block_size=case.block,
-            window=case.window,
-            positions=positions,
-            scale=case.head_dim**-0.5,
-            interpret=interpret,
-        )
 
-    return jax.device_get(kernel(*(jnp.asarray(x) for x in inputs)))
+def run(case, inputs, interpret=True, scale=None):
+    q, k, v, *others = (jnp.asarray(x) for x in inputs)
+    scale = case.head_dim**-0.5 if scale is None else scale
+    function = jax.jit(partial(kernel, case=case, scale=scale, interpret=interpret))
+    return jax.device_get(function(q, packed(k, case.pack), packed(v, case.pack), *others))
 
 
 def expected(case, inputs):
@@ -128,11 +129,9 @@ CASES = [
     Case(head_dim=128, block=8, tokens=3),
     Case(head_dim=128, block=128, tokens=64, capacity=512),
     Case(head_dim=256, block=256, tokens=3, capacity=1024),
-    Case(head_dim=128, block=64, tokens=8, capacity=2048, group=4),
+    Case(head_dim=128, block=64, tokens=8, capacity=3072, group=4),
     Case(head_dim=64, pack=2, block=64, tokens=3, capacity=2048, window=700),
     Case(head_dim=128, block=32, tokens=64, group=8, capacity=2048, window=40),
-]
-CASES += [
     Case(head_dim=64, pack=2, block=16, tokens=16, dtype="bfloat16"),
     Case(head_dim=96, pack=4, block=32, tokens=1, kv_heads=4, dtype="bfloat16"),
     Case(head_dim=128, block=64, tokens=64, capacity=2048, dtype="bfloat16"),
@@ -143,5 +142,159 @@ CASES += [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_reference(case):
+    """Every row and KV head has its own blocks, in any order; NaN lies in all others and behind lengths."""
     inputs = case.inputs()
     check(run(case, inputs), expected(case, inputs), tolerance(case.dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_tolerance_shows_one_wrong_block(dtype):
+    """One of 24 blocks, of 16 positions, in the place of another."""
+    case = Case(block=16, capacity=512, dtype=dtype)
+    q, k, v, indices, counts, lengths, positions = case.inputs()
+    k, v = (jnp.nan_to_num(x) for x in (k, v))
+    indices, counts, lengths = (
+        np.argsort(indices, axis=2).astype(np.int32),
+        counts * 0 + 24,
+        lengths * 0 + 512,
+    )
+    inputs = (q, k, v, indices, counts, lengths, positions)
+    wrong = indices.copy()
+    wrong[0, 0, 7] = indices[0, 0, 30]
+    result = run(case, (q, k, v, wrong, counts, lengths, positions))
+    check(result, expected(case, (q, k, v, wrong, counts, lengths, positions)), tolerance(dtype))
+    for got, want in zip(result, expected(case, inputs)):
+        assert np.abs(got - want)[0, :, :2].max() > 4 * tolerance(dtype)
+        np.testing.assert_allclose(got[1:], want[1:], atol=tolerance(dtype))
+
+
+def test_heads_without_blocks():
+    """At the beginning, in between and at the end; then everywhere."""
+    case = Case(head_dim=64, pack=2, block=32, kv_heads=4, capacity=1024)
+    q, k, v, indices, counts, lengths, positions = case.inputs()
+    k, v = (jnp.nan_to_num(x) for x in (k, v))
+    counts = np.array([[0, 0, 0, 0], [0, 3, 0, 32], [32, 0, 17, 16], [0, 0, 0, 0], [1, 0, 0, 0]], np.int32)
+    for n in (counts, 0 * counts):
+        inputs = (q, k, v, indices, n, lengths * 0 + 1000, positions)
+        out, lse = run(case, inputs)
+        check((out, lse), expected(case, inputs), tolerance(case.dtype))
+        nothing = np.repeat(n == 0, case.group, axis=1)
+        assert (out.swapaxes(1, 2)[nothing] == 0).all()
+        assert np.isneginf(lse.swapaxes(1, 2)[nothing]).all()
+
+
+def test_large_scores_and_a_negative_scale():
+    case = Case(head_dim=128, block=64, capacity=1024, kv_heads=1)
+    q, *others = case.inputs()
+    out, lse = run(case, (100 * q, *others))
+    assert np.isfinite(out).all() and not np.isnan(lse).any() and not np.isposinf(lse).any()
+    positive = run(case, (q, *others))
+    for got, want in zip(run(case, (-q, *others), scale=-(128**-0.5)), positive):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_inside_shard_map():
+    """KV heads over one axis of a mesh, rows over the other."""
+    case = Case(head_dim=64, pack=2, block=64, kv_heads=4, capacity=512)
+    q, k, v, indices, counts, lengths, positions = (x[:4] for x in case.inputs())
+    inputs = (q, packed(k, 2), packed(v, 2), indices, counts, lengths)
+    by_row, by_head = PartitionSpec("data"), PartitionSpec("data", "model")
+    tokens = PartitionSpec("data", None, "model")
+    sharded = jax.shard_map(
+        partial(kernel, case=case, scale=0.125, interpret=True),
+        mesh=jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4]),
+        in_specs=(tokens, by_head, by_head, by_head, by_head, by_row, by_row),
+        out_specs=(tokens, tokens),
+        check_vma=False,
+    )
+    result = jax.device_get(jax.jit(sharded)(*inputs, positions))
+    wanted = expected(case, (q, k, v, indices, counts, lengths, positions))
+    check(result, wanted, tolerance(case.dtype))
+
+
+COMPLAINTS = ("RACE DETECTED", "non-zero count")
+"""What the checking interpreter prints: a buffer read before its copy was waited for, or written while it is
+read; copies that nobody waited for. It raises on reads outside of the cache."""
+
+CHECKED = [
+    Case(head_dim=128, block=128, capacity=1024),
+    Case(head_dim=64, pack=2, block=64, capacity=2048, window=700),
+    Case(head_dim=96, pack=4, block=256, capacity=1024, kv_heads=4, dtype="bfloat16"),
+]
+
+
+@pytest.mark.parametrize("case", CHECKED, ids=str)
+def test_no_race_and_no_copy_left(case, capfd):
+    inputs = case.inputs()
+    result = run(case, inputs, interpret=pltpu.InterpretParams(detect_races=True))
+    assert not any(complaint in capfd.readouterr().out for complaint in COMPLAINTS)
+    check(result, expected(case, inputs), tolerance(case.dtype))
+
+
+def test_a_missing_wait_is_seen(capfd, monkeypatch):
+    """The test above can fail."""
+    monkeypatch.setattr(tpu_kernel.Ring, "wait", lambda *_: None)
+    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")
+    run(CHECKED[0], CHECKED[0].inputs(), interpret=params)
+    printed = capfd.readouterr().out
+    assert all(complaint in printed for complaint in COMPLAINTS)
+
+
+def test_an_index_outside_of_the_cache_is_caught():
+    case = CHECKED[0]
+    inputs = case.inputs()
+    inputs[3][2, 0, 0] = case.capacity // case.block
+    with pytest.raises(Exception, match="Out-of-bounds read"):
+        run(case, inputs, interpret=pltpu.InterpretParams())
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "float16"}, "dtype=float16; allowed on TPU: float32, bfloat16"),
+        ({"tokens": 65}, "65 tokens in a step; allowed on TPU: 1 to 64"),
+        ({"block_size": 8}, "block_size=8 in bfloat16; allowed on TPU: 16, 32, 64 and multiples of 128"),
+        ({"block_size": 8, "dtype": "float32"}, None),
+        ({"block_size": 4, "dtype": "float32"}, "allowed on TPU: 8, 16, 32, 64 and multiples of 128"),
+        ({"block_size": 96}, "block_size=96 in bfloat16"),
+        ({"block_size": 192}, "block_size=192 in bfloat16"),
+        ({"block_size": 256}, None),
+        ({"block_size": 8192}, "block_size=8192 with 64 query rows of 128 lanes takes .* bytes of VMEM"),
+        (
+            {"width": 192, "head_dim": 96},
+            "2 heads of 96 packed to 192 lanes; allowed on TPU: multiples of 128",
+        ),
+        ({"width": 384, "head_dim": 96}, None),
+        (
+            {"entries": 10**5},
+            "block_indices of 2 rows, 2 KV heads and 100000 entries take 1600000 bytes of SMEM",
+        ),
+    ],
+)
+def test_refusals(changes, message):
+    options = {"dtype": "bfloat16", "tokens": 16, "block_size": 64, "width": 128, "head_dim": 128}
+    options |= {"entries": 64, **changes}
+    groups = 2 * options["head_dim"] // options["width"] or 1
+    heads = 4 * groups * (options["width"] // options["head_dim"])
+    arguments = ((2, options["tokens"], heads, options["head_dim"]), (2, groups, 8192, options["width"]))
+
+    def check_supported():
+        tpu.check_supported(
+            *arguments, options["dtype"], block_size=options["block_size"], entries=options["entries"]
+        )
+
+    if message is None:
+        return check_supported()
+    with pytest.raises(NotImplementedError, match=message):
+        check_supported()
+
+
+def test_the_kernel_refuses_what_the_check_refuses():
+    case = Case(block=4)
+    with pytest.raises(NotImplementedError, match="block_size=4 in float32"):
+        run(case, case.inputs())
+    case = Case()
+    q, *others = case.inputs()
+    with pytest.raises(NotImplementedError, match="q in bfloat16, K in float32, V in float32"):
+        run(case, (q.astype("bfloat16"), *others))
