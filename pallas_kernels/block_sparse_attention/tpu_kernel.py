@@ -214,17 +214,17 @@ class Ring:
 
     def wait(self, slot, blocks=None) -> None:
         """Waits for the first `blocks` of a slot, or for all of it at once: semaphores count bytes."""
-        plan = self.plan
-        for which, slots in enumerate(self.slots):
-            if blocks is None:
-                whole = slots.at[slot]
-                pltpu.make_async_copy(whole, whole, self.semaphores.at[which, slot]).wait()
-            else:
+        block = self.plan.block
 
-                @pl.loop(0, blocks)
-                def _(i, which=which, slots=slots):
-                    part = slots.at[slot, pl.ds(pl.multiple_of(i * plan.block, plan.block), plan.block)]
-                    pltpu.make_async_copy(part, part, self.semaphores.at[which, slot]).wait()
+        def wait(positions):
+            for which, slots in enumerate(self.slots):
+                part = slots.at[slot, positions]
+                pltpu.make_async_copy(part, part, self.semaphores.at[which, slot]).wait()
+
+        if blocks is None:
+            wait(slice(None))
+        else:
+            pl.loop(0, blocks)(lambda i: wait(pl.ds(pl.multiple_of(i * block, block), block)))
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ ABSURD = 10**6  # an index past the count
 
 
 def tolerance(dtype) -> float:
-    """float32: another order of the same sums. bfloat16: the weights of the softmax are rounded to 8 bits
-    after another maximum was taken off, so each is off by 2**-9 at most, and they average V of size 1."""
-    return 1e-5 if jnp.dtype(dtype) == jnp.float32 else 2.0**-7
+    """Of the output, with V of size 1. float32: another order of the same sums. bfloat16: weights are rounded
+    to 8 bits after another maximum was taken off, each by 2**-9 at most. The lse has float32 throughout."""
+    return 1e-5 if jnp.dtype(dtype) == jnp.float32 else 2.0**-8
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Case:
         full, block = self.capacity, self.block
         return np.array([0, 1, full, full - block + 1, full // 2 - 1], np.int32)
 
-    def inputs(self, seed=0):
+    def inputs(self, poison=True):
         """q, K and V [B, K, S, D] with NaN wherever the kernel must not look, indices, counts, lengths,
         positions. Scores reach about 10: the softmax is far from flat."""
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(0)
         lengths, blocks = self.lengths(), self.capacity // self.block
         batch = len(lengths)
         q = rng.normal(size=(batch, self.tokens, self.kv_heads * self.group, self.head_dim))
@@ -54,13 +54,14 @@ class Case:
             [[rng.permutation(blocks) for _ in range(self.kv_heads)] for _ in lengths], np.int32
         )
         counts = rng.integers(0, blocks + 1, (batch, self.kv_heads)).astype(np.int32)
-        counts[2] = [blocks, 0] * (self.kv_heads // 2)
+        counts[2] = np.resize([blocks, 0], self.kv_heads)
         past = np.arange(blocks) >= counts[..., None]
         selected = np.zeros((batch, self.kv_heads, blocks), bool)
         np.put_along_axis(selected, indices, ~past, axis=2)
         alive = np.repeat(selected, self.block, axis=2)
         alive &= np.arange(self.capacity) < lengths[:, None, None]
-        k, v = (np.where(alive[..., None], x, np.nan) for x in (k, v))
+        if poison:
+            k, v = (np.where(alive[..., None], x, np.nan) for x in (k, v))
         positions = lengths[:, None] + np.arange(self.tokens, dtype=np.int32)
         q, k, v = (jnp.asarray(x, self.dtype) for x in (3 * q, k, v))
         return q, k, v, np.where(past, ABSURD, indices), counts, lengths, positions
@@ -89,54 +90,57 @@ def kernel(q, k, v, indices, counts, lengths, positions, *, case, scale, interpr
     )
 
 
+@partial(jax.jit, static_argnames=("case", "scale", "interpret"))
+def run_packed(q, k, v, *others, case, **options):
+    return kernel(q, packed(k, case.pack), packed(v, case.pack), *others, case=case, **options)
+
+
 def run(case, inputs, interpret=True, scale=None):
-    q, k, v, *others = (jnp.asarray(x) for x in inputs)
     scale = case.head_dim**-0.5 if scale is None else scale
-    function = jax.jit(partial(kernel, case=case, scale=scale, interpret=interpret))
-    return jax.device_get(function(q, packed(k, case.pack), packed(v, case.pack), *others))
+    return jax.device_get(run_packed(*inputs, case=case, scale=scale, interpret=interpret))
 
 
-def expected(case, inputs):
-    q, k, v, indices, counts, lengths, positions = (jnp.asarray(x) for x in inputs)
-    return jax.device_get(
-        reference.block_sparse_attention(
-            q,
-            k,
-            v,
-            indices,
-            counts,
-            lengths,
-            block_size=case.block,
-            layout="BKSD",
-            window=case.window,
-            positions=positions,
-            scale=case.head_dim**-0.5,
-        )
+@partial(jax.jit, static_argnames="case")
+def reference_of(q, k, v, indices, counts, lengths, positions, *, case):
+    return reference.block_sparse_attention(
+        q,
+        k,
+        v,
+        indices,
+        counts,
+        lengths,
+        block_size=case.block,
+        layout="BKSD",
+        window=case.window,
+        positions=positions,
+        scale=case.head_dim**-0.5,
     )
 
 
-def check(result, wanted, atol):
-    for got, want in zip(result, wanted):
+def expected(case, inputs):
+    return jax.device_get(reference_of(*inputs, case=case))
+
+
+def check(case, result, wanted):
+    for got, want, atol in zip(result, wanted, (tolerance(case.dtype), tolerance("float32"))):
         assert got.dtype == np.float32
         np.testing.assert_allclose(got, want, atol=atol, rtol=atol)
 
 
 CASES = [
-    Case(head_dim=64, tokens=1),
-    Case(head_dim=64, pack=2, block=32, tokens=16),
+    Case(head_dim=96, tokens=1),
+    Case(head_dim=64, pack=2, block=32, tokens=8),
     Case(head_dim=96, pack=4, block=16, tokens=3, kv_heads=8),
-    Case(head_dim=96, block=64, tokens=8),
     Case(head_dim=128, block=8, tokens=3),
     Case(head_dim=128, block=128, tokens=64, capacity=512),
     Case(head_dim=256, block=256, tokens=3, capacity=1024),
     Case(head_dim=128, block=64, tokens=8, capacity=3072, group=4),
     Case(head_dim=64, pack=2, block=64, tokens=3, capacity=2048, window=700),
     Case(head_dim=128, block=32, tokens=64, group=8, capacity=2048, window=40),
-    Case(head_dim=64, pack=2, block=16, tokens=16, dtype="bfloat16"),
+    Case(head_dim=64, block=16, tokens=16, dtype="bfloat16"),
     Case(head_dim=96, pack=4, block=32, tokens=1, kv_heads=4, dtype="bfloat16"),
-    Case(head_dim=128, block=64, tokens=64, capacity=2048, dtype="bfloat16"),
     Case(head_dim=128, block=128, tokens=3, capacity=2048, dtype="bfloat16", window=300),
-    Case(head_dim=256, block=256, tokens=8, capacity=1024, dtype="bfloat16"),
+    Case(head_dim=256, block=64, tokens=64, capacity=2048, dtype="bfloat16"),
 ]
 
 
@@ -144,47 +148,43 @@ CASES = [
 def test_equals_the_reference(case):
     """Every row and KV head has its own blocks, in any order; NaN lies in all others and behind lengths."""
     inputs = case.inputs()
-    check(run(case, inputs), expected(case, inputs), tolerance(case.dtype))
+    check(case, run(case, inputs), expected(case, inputs))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_tolerance_shows_one_wrong_block(dtype):
-    """One of 24 blocks, of 16 positions, in the place of another."""
+    """One of 24 blocks, of 16 positions, in the place of another: in every query head that reads it."""
     case = Case(block=16, capacity=512, dtype=dtype)
-    q, k, v, indices, counts, lengths, positions = case.inputs()
-    k, v = (jnp.nan_to_num(x) for x in (k, v))
-    indices, counts, lengths = (
-        np.argsort(indices, axis=2).astype(np.int32),
-        counts * 0 + 24,
-        lengths * 0 + 512,
-    )
-    inputs = (q, k, v, indices, counts, lengths, positions)
+    q, k, v, _, counts, lengths, positions = case.inputs(poison=False)
+    counts, lengths = np.full_like(counts, 24), np.full_like(lengths, 512)
+    indices = np.broadcast_to(np.arange(32, dtype=np.int32), (*counts.shape, 32))
     wrong = indices.copy()
-    wrong[0, 0, 7] = indices[0, 0, 30]
-    result = run(case, (q, k, v, wrong, counts, lengths, positions))
-    check(result, expected(case, (q, k, v, wrong, counts, lengths, positions)), tolerance(dtype))
-    for got, want in zip(result, expected(case, inputs)):
-        assert np.abs(got - want)[0, :, :2].max() > 4 * tolerance(dtype)
-        np.testing.assert_allclose(got[1:], want[1:], atol=tolerance(dtype))
+    wrong[0, 0, 7] = 30
+    right, changed = (expected(case, (q, k, v, x, counts, lengths, positions)) for x in (indices, wrong))
+    for a, b, bound in zip(right, changed, (tolerance(dtype), tolerance("float32"))):
+        away = np.abs(a - b).reshape(*a.shape[:3], -1).max(axis=(1, 3))  # [B, H]
+        assert (away[0, : case.group] > 5 * bound).all()
+        away[0, : case.group] = 0
+        assert (away == 0).all()
 
 
 def test_heads_without_blocks():
     """At the beginning, in between and at the end; then everywhere."""
     case = Case(head_dim=64, pack=2, block=32, kv_heads=4, capacity=1024)
-    q, k, v, indices, counts, lengths, positions = case.inputs()
-    k, v = (jnp.nan_to_num(x) for x in (k, v))
+    q, k, v, indices, _, lengths, positions = case.inputs(poison=False)
+    indices = np.broadcast_to(np.arange(32, dtype=np.int32), indices.shape)
     counts = np.array([[0, 0, 0, 0], [0, 3, 0, 32], [32, 0, 17, 16], [0, 0, 0, 0], [1, 0, 0, 0]], np.int32)
     for n in (counts, 0 * counts):
-        inputs = (q, k, v, indices, n, lengths * 0 + 1000, positions)
+        inputs = (q, k, v, indices, n, np.full_like(lengths, 1000), positions)
         out, lse = run(case, inputs)
-        check((out, lse), expected(case, inputs), tolerance(case.dtype))
+        check(case, (out, lse), expected(case, inputs))
         nothing = np.repeat(n == 0, case.group, axis=1)
         assert (out.swapaxes(1, 2)[nothing] == 0).all()
         assert np.isneginf(lse.swapaxes(1, 2)[nothing]).all()
 
 
 def test_large_scores_and_a_negative_scale():
-    case = Case(head_dim=128, block=64, capacity=1024, kv_heads=1)
+    case = Case(head_dim=128, block=128, capacity=256, kv_heads=1)
     q, *others = case.inputs()
     out, lse = run(case, (100 * q, *others))
     assert np.isfinite(out).all() and not np.isnan(lse).any() and not np.isposinf(lse).any()
@@ -202,14 +202,14 @@ def test_inside_shard_map():
     tokens = PartitionSpec("data", None, "model")
     sharded = jax.shard_map(
         partial(kernel, case=case, scale=0.125, interpret=True),
-        mesh=jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4]),
+        mesh=jax.sharding.Mesh(np.reshape(jax.devices()[:4], (2, 2)), ("data", "model")),
         in_specs=(tokens, by_head, by_head, by_head, by_head, by_row, by_row),
         out_specs=(tokens, tokens),
         check_vma=False,
     )
     result = jax.device_get(jax.jit(sharded)(*inputs, positions))
     wanted = expected(case, (q, k, v, indices, counts, lengths, positions))
-    check(result, wanted, tolerance(case.dtype))
+    check(case, result, wanted)
 
 
 COMPLAINTS = ("RACE DETECTED", "non-zero count")
@@ -218,8 +218,7 @@ read; copies that nobody waited for. It raises on reads outside of the cache."""
 
 CHECKED = [
     Case(head_dim=128, block=128, capacity=1024),
-    Case(head_dim=64, pack=2, block=64, capacity=2048, window=700),
-    Case(head_dim=96, pack=4, block=256, capacity=1024, kv_heads=4, dtype="bfloat16"),
+    Case(head_dim=96, pack=4, block=256, capacity=1024, kv_heads=4, dtype="bfloat16", window=300),
 ]
 
 
@@ -227,8 +226,9 @@ CHECKED = [
 def test_no_race_and_no_copy_left(case, capfd):
     inputs = case.inputs()
     result = run(case, inputs, interpret=pltpu.InterpretParams(detect_races=True))
-    assert not any(complaint in capfd.readouterr().out for complaint in COMPLAINTS)
-    check(result, expected(case, inputs), tolerance(case.dtype))
+    printed = capfd.readouterr().out
+    assert not any(complaint in printed for complaint in COMPLAINTS)
+    check(case, result, expected(case, inputs))
 
 
 def test_a_missing_wait_is_seen(capfd, monkeypatch):
@@ -242,7 +242,7 @@ def test_a_missing_wait_is_seen(capfd, monkeypatch):
 
 def test_an_index_outside_of_the_cache_is_caught():
     case = CHECKED[0]
-    inputs = case.inputs()
+    inputs = case.inputs(poison=False)
     inputs[3][2, 0, 0] = case.capacity // case.block
     with pytest.raises(Exception, match="Out-of-bounds read"):
         run(case, inputs, interpret=pltpu.InterpretParams())
