@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import heapq
 import itertools
 import json
@@ -23,7 +24,19 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from pallas_kernels.block_sparse_attention.tpu import chunk_positions
+
+AHEAD_OF_TIME = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+"""What libtpu must find in the environment to compile where no TPU is."""
 
 FLOOR = 0.94  # cycles a position on v5e: 512 bytes * 1.5 GHz / 819 GB/s
 DELAY_SLOTS = 4  # bundles behind a branch that run whether or not it is taken
@@ -41,6 +54,14 @@ COUNTED = {
     "fill": r"vld .*_spill",
     "dma": r"= dma\.|dma\.hbm_to_vmem",
 }
+
+
+@dataclass(frozen=True)
+class Shape:
+    tokens: int
+    block_size: int
+    group: int = 4
+    head_dim: int = 128
 
 
 def parse(text: str) -> tuple[list[str], dict[int, int], dict[int, int]]:
@@ -124,8 +145,8 @@ def hot_loop(text: str) -> dict[str, int]:
     return {"bundles": cost, "straight": b - a, **{kind: counts[kind] for kind in COUNTED}}
 
 
-def compile_kernel(arguments: dict) -> None:
-    """Compiles one shape for `topology`, in a process whose LIBTPU_INIT_ARGS ask for dumps."""
+def compile_kernels(topology: str, shapes: list[Shape]) -> None:
+    """Compiles each shape, in a process whose LIBTPU_INIT_ARGS ask for dumps."""
     import jax
     import jax.numpy as jnp
     from jax.experimental import topologies
@@ -133,49 +154,49 @@ def compile_kernel(arguments: dict) -> None:
 
     from pallas_kernels.block_sparse_attention import tpu
 
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=arguments["topology"])
-    device = SingleDeviceSharding(topology.devices[0])
-    kv_heads, head_dim, positions, block = 2, arguments["head_dim"], 8192, arguments["block_size"]
-    cache = (1, kv_heads, positions, head_dim)
-    shapes = [
-        ((1, arguments["tokens"], kv_heads * arguments["group"], head_dim), jnp.bfloat16),
-        (cache, jnp.bfloat16),
-        (cache, jnp.bfloat16),
-        ((1, kv_heads, positions // block), jnp.int32),
-        ((1, kv_heads), jnp.int32),
-        ((1,), jnp.int32),
-    ]
-
-    def kernel(*arrays):
-        return tpu.block_sparse_attention(
-            *arrays, block_size=block, window=None, positions=None, scale=head_dim**-0.5
+    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    kv_heads, positions = 2, 8192
+    for shape in shapes:
+        cache = (1, kv_heads, positions, shape.head_dim)
+        arrays = [
+            ((1, shape.tokens, kv_heads * shape.group, shape.head_dim), jnp.bfloat16),
+            (cache, jnp.bfloat16),
+            (cache, jnp.bfloat16),
+            ((1, kv_heads, positions // shape.block_size), jnp.int32),
+            ((1, kv_heads), jnp.int32),
+            ((1,), jnp.int32),
+        ]
+        kernel = functools.partial(
+            tpu.block_sparse_attention,
+            block_size=shape.block_size,
+            window=None,
+            positions=None,
+            scale=shape.head_dim**-0.5,
         )
+        sharding = SingleDeviceSharding(device)
+        traced = jax.jit(kernel).trace(*(jax.ShapeDtypeStruct(*x, sharding=sharding) for x in arrays))
+        traced.lower(lowering_platforms=("tpu",)).compile()
 
-    traced = jax.jit(kernel).trace(*(jax.ShapeDtypeStruct(*x, sharding=device) for x in shapes))
-    traced.lower(lowering_platforms=("tpu",)).compile()
 
-
-def measure(
-    *, tokens: int, block_size: int, group: int = 4, head_dim: int = 128, topology: str = "v5e:2x2"
-) -> dict:
-    """Compiles one shape in a process of its own and reads the dump: counts, and bundles per position."""
-    from pallas_kernels.block_sparse_attention.tpu import chunk_positions
-
-    arguments = {
-        "tokens": tokens,
-        "block_size": block_size,
-        "group": group,
-        "head_dim": head_dim,
-        "topology": topology,
-    }
+def measure(shapes: list[Shape], topology: str = "v5e:2x2") -> list[dict]:
+    """Compiles in another process and reads the dumps: for each shape its counts, and bundles a position."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        environment = {**os.environ, "LIBTPU_INIT_ARGS": flags}
-        command = [sys.executable, "-m", "scripts.tpu_bundles", "--compile", json.dumps(arguments)]
+        command = [sys.executable, "-m", "scripts.tpu_bundles", "--topology", topology]
+        command += ["--compile", json.dumps([asdict(shape) for shape in shapes])]
+        environment = {**os.environ, **AHEAD_OF_TIME, "LIBTPU_INIT_ARGS": flags}
         subprocess.run(command, env=environment, check=True, cwd=Path(__file__).parents[1])
-        [dump] = Path(folder).glob("*-block_sparse_attention*-final_bundles.txt")
-        counts = hot_loop(dump.read_text())
-    return {**arguments, **counts, "per_position": counts["bundles"] / chunk_positions(block_size)}
+        # Names begin with a clock: in the order of compilation.
+        dumps = sorted(Path(folder).glob("*-block_sparse_attention*-final_bundles.txt"))
+        dumps = [path for path in dumps if "schedule-analysis" not in path.name]
+        if len(dumps) != len(shapes):
+            raise RuntimeError(f"{len(dumps)} dumps of {len(shapes)} kernels")
+        results = []
+        for shape, dump in zip(shapes, dumps):
+            counts = hot_loop(dump.read_text())
+            per_position = round(counts["bundles"] / chunk_positions(shape.block_size), 3)
+            results.append({**asdict(shape), "topology": topology, "per_position": per_position, **counts})
+    return results
 
 
 def main() -> None:
@@ -189,24 +210,21 @@ def main() -> None:
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.compile:
-        return compile_kernel(json.loads(arguments.compile))
-    results = []
-    for tokens in arguments.tokens:
-        for block_size in arguments.block_sizes:
-            result = measure(
-                tokens=tokens,
-                block_size=block_size,
-                group=arguments.group,
-                head_dim=arguments.head_dim,
-                topology=arguments.topology,
-            )
-            kinds = ", ".join(f"{kind} {result[kind]}" for kind in COUNTED)
-            print(
-                f"T {tokens:3} block {block_size:4}: {result['per_position']:.2f} bundles a position "
-                f"(HBM {FLOOR}), {result['bundles']} a round, {result['straight']} of them straight: {kinds}",
-                flush=True,
-            )
-            results.append(result)
+        shapes = [Shape(**shape) for shape in json.loads(arguments.compile)]
+        return compile_kernels(arguments.topology, shapes)
+    shapes = [
+        Shape(tokens, block_size, arguments.group, arguments.head_dim)
+        for tokens in arguments.tokens
+        for block_size in arguments.block_sizes
+    ]
+    results = measure(shapes, arguments.topology)
+    print(f"{'T':>4} {'block':>6} {'a position':>11} {'a round':>8} " + " ".join(COUNTED))
+    for result in results:
+        kinds = " ".join(f"{result[kind]:>{len(kind)}}" for kind in COUNTED)
+        print(
+            f"{result['tokens']:>4} {result['block_size']:>6} {result['per_position']:>11.2f} "
+            f"{result['bundles']:>8} {kinds}"
+        )
     print(json.dumps(results))
 
 

@@ -15,7 +15,7 @@ from pallas_kernels.cache_attention.reference import from_rows, to_rows
 MOST_TOKENS = 64
 SUBLANES = {"float32": 8, "bfloat16": 16}  # positions, or query rows, of a tile
 VMEM_BYTES = 14 << 20  # of the 16 MiB that a kernel may use by default
-SMEM_BYTES = 512 << 10  # for the block indices
+SMEM_BYTES = 768 << 10  # of 1 MiB, for the block indices
 
 
 def chunk_positions(block_size: int) -> int:
