@@ -13,6 +13,7 @@ from pallas_kernels.block_sparse_attention.tpu_kernel import CHUNK, LANES, RING,
 from pallas_kernels.cache_attention.reference import from_rows, to_rows
 
 MOST_TOKENS = 64
+MOST_ROWS = 1024  # query heads of a KV head times tokens: the code grows with them
 SUBLANES = {"float32": 8, "bfloat16": 16}  # positions, or query rows, of a tile
 VMEM_BYTES = 14 << 20  # of the 16 MiB that a kernel may use by default
 SMEM_BYTES = 768 << 10  # of 1 MiB, for the block indices
@@ -75,6 +76,11 @@ def check_supported(
         )
     lanes = copied_lanes(width, head_dim)
     rows = -(-heads // (groups * pack) * tokens // least) * least
+    if rows > MOST_ROWS:
+        raise NotImplementedError(
+            f"{rows} query rows of a KV head ({heads} heads, {groups * pack} KV heads, {tokens} tokens); "
+            f"allowed on TPU: {MOST_ROWS}"
+        )
     need = vmem_bytes(rows, lanes, block_size, jnp.dtype(dtype).itemsize)
     if need > VMEM_BYTES:
         raise NotImplementedError(
