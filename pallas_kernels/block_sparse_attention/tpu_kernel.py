@@ -194,7 +194,7 @@ class Ring:
         """Moves the cursor to the next head that has blocks, or behind the last row."""
 
         def is_done(place):
-            return (place[0] < self.plan.batch) & (self.left(*place, 0) <= 0)
+            return (place[0] < self.plan.batch) & (self.left(place[0], place[1], 0) <= 0)
 
         def next_head(place):
             row, head = place
@@ -202,8 +202,8 @@ class Ring:
             return jnp.where(is_last, row + 1, row), jnp.where(is_last, 0, head + 1)
 
         place = self.cursor[ROW], self.cursor[HEAD]
-        place = jax.lax.while_loop(is_done, next_head, next_head(place))
-        self.cursor[ROW], self.cursor[HEAD], self.cursor[ENTRY] = *place, 0
+        row, head = jax.lax.while_loop(is_done, next_head, next_head(place))
+        self.cursor[ROW], self.cursor[HEAD], self.cursor[ENTRY] = row, head, 0
 
     def begin(self) -> None:
         """At the first grid step: fills the ring."""
@@ -330,6 +330,7 @@ def masked_chunk(ring: Ring, head: Head, row, kv_head, slot, entry, blocks) -> N
         def mask(rows):
             seen = jnp.broadcast_to(along_lanes < ring.lengths[row], (rows.size, step))
             if plan.window is not None:
+                assert head.query_positions is not None
                 seen &= along_lanes > head.query_positions[rows] - plan.window
             return seen
 
