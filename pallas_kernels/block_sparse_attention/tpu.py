@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.block_sparse_attention.tpu_kernel import CHUNK, LANES, RING, ROW_TILE, Plan, kernel
+from pallas_kernels.block_sparse_attention.tpu_copies import CHUNK, LANES, RING, Plan
+from pallas_kernels.block_sparse_attention.tpu_kernel import ROW_TILE, kernel
 from pallas_kernels.cache_attention.reference import from_rows, to_rows
 
 MOST_TOKENS = 64
@@ -146,7 +147,7 @@ def block_sparse_attention(
         scale=abs(scale),
         dtype=q.dtype,
         clamp=interpret is False,
-        # Interpreters take a second for every few copies in the code.
+        # It is much code for the interpreters when a chunk has many blocks.
         unroll=interpret is False or block_size >= LANES,
     )
     rows = _place(plan, jnp.pad(rows, ((0, 0), (0, 0), (0, plan.rows - count), (0, 0))))

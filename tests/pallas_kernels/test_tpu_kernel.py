@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.block_sparse_attention import reference, tpu, tpu_kernel
+from pallas_kernels.block_sparse_attention import reference, tpu, tpu_copies
 
 ABSURD = 10**6  # an index past the count
 
@@ -233,7 +233,7 @@ def test_no_race_and_no_copy_left(case, capfd):
 
 def test_a_missing_wait_is_seen(capfd, monkeypatch):
     """The test above can fail."""
-    monkeypatch.setattr(tpu_kernel.Ring, "wait", lambda *_: None)
+    monkeypatch.setattr(tpu_copies.Ring, "wait", lambda *_: None)
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")
     run(CHECKED[0], CHECKED[0].inputs(), interpret=params)
     printed = capfd.readouterr().out
