@@ -72,10 +72,8 @@ class Plan:
             pltpu.SemaphoreType.DMA((2, RING)),
             pltpu.SMEM((5,), jnp.int32),  # cursor
             pltpu.SMEM((RING,), jnp.int32),  # which slots need no mask
-            pltpu.VMEM(
-                (self.rows, LANES), jnp.float32
-            ),  # peak: largest score, unscaled, the same in all lanes
-            pltpu.VMEM((self.rows, LANES), jnp.float32),  # total: sums of exponentials, a part in each lane
+            pltpu.VMEM((self.rows, LANES), jnp.float32),  # largest score, unscaled, the same in all lanes
+            pltpu.VMEM((self.rows, LANES), jnp.float32),  # sums of exponentials, a part in each lane
             pltpu.VMEM((self.rows, self.lanes), jnp.float32),  # weighted V
         ]
 
