@@ -178,4 +178,4 @@ def test_bundles_per_position():
         # All 512 positions of a round, in products of [rows, 128] by [128, 128]: nothing was left out.
         assert result["matmul"] == 2 * 4 * result["tokens"] * 4 // 16, result
     by_shape = {(r["tokens"], r["block_size"]): r["per_position"] for r in results}
-    assert by_shape[16, 64] < 1.0 and by_shape[64, 64] < 1.7
+    assert by_shape[16, 64] < tpu_bundles.FLOOR and by_shape[64, 64] < 1.5
