@@ -96,7 +96,8 @@ def test_summaries_of_the_parts(mesh):
             return update(all_before, cache, lengths, lengths + 6, 6, sharding)
 
         cut = both_commits(make_sharding(TINY, mesh, CUTS))
-        jax.tree.map(np.testing.assert_array_equal, both_commits(make_sharding(TINY)), cut)
+        for a, b in zip(jax.tree.leaves(both_commits(make_sharding(TINY))), jax.tree.leaves(cut)):
+            np.testing.assert_allclose(a, b, atol=1e-6)
 
 
 def test_what_travels():
