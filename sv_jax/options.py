@@ -244,6 +244,11 @@ class GenerateOptions:
     platform: str | None = declare(
         None, "text", "with --plan-only: the chips of the mesh", choices=tuple(PLATFORMS)
     )
+    compile_check: bool = declare(
+        True,
+        "flag",
+        "with --plan-only: also compile the loop for the chips, where their compiler is installed",
+    )
     batch_size: int | None = declare(
         None,
         "number",

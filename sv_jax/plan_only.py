@@ -17,6 +17,7 @@ from sv_jax.sparsity_options import read_sparsity_options
 from sv_jax.summary import jsonable
 
 if TYPE_CHECKING:  # it imports JAX
+    from sv_jax.ahead_of_time.programs import CompiledSlice
     from sv_jax.planning.report import Answer
 
 
@@ -37,19 +38,62 @@ def run_plan(options: GenerateOptions) -> int:
     # An accelerator that is here has no part in this, and would be taken from whoever uses it.
     jax.config.update("jax_platforms", "cpu")
     from sv_jax.planning.footprint import shapes_that_fit
-    from sv_jax.planning.report import document, report_lines, verdict
+    from sv_jax.planning.report import check_line, document, report_lines, verdict
 
     answer = make_answer(options, sparsity)
     fits = answer.footprint.fits
     fitting = [] if fits else shapes_that_fit(answer.deployment)
-    # The compile check belongs here: what the TPU compiler, where it is installed, says of the same slice.
-    if options.json:
-        print(json.dumps(jsonable(document(answer, fitting)), allow_nan=False), flush=True)
-    else:
+    if not options.json:
         print("\n".join(report_lines(answer)), flush=True)
+    check, why_not = None, "not run, for it does not fit"
+    if fits:
+        check, why_not = compile_check(options, answer, sparsity)
+    if options.json:
+        print(json.dumps(jsonable(document(answer, fitting, check)), allow_nan=False), flush=True)
+    else:
+        print(check_line(check, why_not), flush=True)
     if not fits:
         raise UserError(f"{verdict(answer)}; allowed: {_what_would_fit(answer, fitting)}")
     return 0
+
+
+def compile_check(
+    options: GenerateOptions, answer: Answer, sparsity: SparsityConfig | None
+) -> tuple[CompiledSlice | None, str]:
+    """What the platform's compiler says of the decoding loop's slice; or None, and why.
+
+    Raises UserError for an implementation that does not take the shapes, or where the compiler refuses.
+    """
+    from sv_jax.ahead_of_time.programs import SliceProgram, compile_slice
+    from sv_jax.ahead_of_time.targets import CompilerMissing
+
+    if not options.compile_check:
+        return None, f"not run, as {flag('no_compile_check')} says"
+    deployment = answer.deployment
+    program = SliceProgram(
+        config=deployment.config,
+        platform=deployment.platform,
+        mesh=deployment.mesh,
+        batch=deployment.padded_batch,
+        capacity=deployment.capacity,
+        num_speculative_tokens=deployment.num_speculative_tokens,
+        sparsity=sparsity,
+        implementation=options.implementation,
+        cuts=deployment.cuts,
+        dtype=deployment.dtype,
+    )
+    try:
+        return compile_slice(program), ""
+    except CompilerMissing as missing:
+        return None, f"not run: {missing}"
+    except NotImplementedError as error:
+        raise UserError(str(error)) from error
+    except RuntimeError as error:  # JAX's, of the compiler
+        raise UserError(f"the compiler of {deployment.platform} refuses: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]
 
 
 def make_answer(options: GenerateOptions, sparsity: SparsityConfig | None) -> Answer:

@@ -103,6 +103,12 @@ def collectives(among: list[Instruction]) -> list[str]:
     return [kind for kind in kinds if kind in COLLECTIVES]
 
 
+def has_kernel(text: str, name: str) -> bool:
+    """Whether a Pallas kernel of this name is called."""
+    calls = (i for i in instructions(text) if i.opcode == "custom-call")
+    return any(i.name.split(".")[0] == name and "tpu_custom_call" in i.line for i in calls)
+
+
 def materialised_copies(text: str, dims: tuple[int, ...]) -> list[str]:
     """Lines that write a copy of an array of these sizes to memory, relayouts among them.
 

@@ -46,6 +46,7 @@ class CompiledSlice:
     """What the compiler says, per chip."""
 
     topology: str
+    implementation: str  # of attention over the cache in a verify step
     seconds: float  # of compilation, tracing left out
     argument_bytes: int  # weights, cache, the rest of the state
     temporary_bytes: int
@@ -117,6 +118,7 @@ def compile_slice(program: SliceProgram) -> CompiledSlice:
     inside = hlo.loop_instructions(text)
     return CompiledSlice(
         topology=topology,
+        implementation="pallas_tpu" if hlo.has_kernel(text, "block_sparse_attention") else "xla",
         seconds=seconds,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,

@@ -13,10 +13,11 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from pallas_kernels.platform import IMPLEMENTATIONS
+from pallas_kernels.platform import IMPLEMENTATIONS, MOST_STEP_TOKENS
 from sv_jax.checkpoints import Checkpoint, Tokenizer, default_cache_directory, load_params, resolve
 from sv_jax.checkpoints.cache import writable_cache
 from sv_jax.config import DEFAULT_CUTS, Cuts, UserError
+from sv_jax.engine.buckets import largest_bucket
 from sv_jax.engine.compile_cache import enable_compilation_cache
 from sv_jax.engine.compile_clock import compile_seconds
 from sv_jax.engine.decoding import BatchRequest, decode_batch, next_token_logits, padded_batch
@@ -25,11 +26,13 @@ from sv_jax.engine.reader import OnText
 from sv_jax.engine.results import BatchOutcome, GenerationResult, RequestOutput, summarise
 from sv_jax.engine.settings import Settings
 from sv_jax.engine.speculation_length import AdaptiveLength, SpeculationLength
+from sv_jax.model.cached_attention import CacheReader, step_implementation
 from sv_jax.model.transformer import Params, Transformer, abstract_params
 from sv_jax.sampling_params import GREEDY, SamplingParams
 from sv_jax.sharding import Sharding, ensure_devices, make_sharding
 from sv_jax.sparsity.config import SparsityConfig
 from sv_jax.sparsity.plan import SparsityPlan, describe, make_plan
+from sv_jax.speculation.loop import step_width
 
 DTYPES = ("float32", "bfloat16")
 DEFAULT_MODEL = "smollm2-135m"
@@ -145,7 +148,7 @@ class LanguageModel:
         """Raises UserError for what `generate` would refuse; reads no weights."""
         checked = Settings(**settings)
         checked.sampling_of(len(prompts))
-        self._plan(checked)
+        self.step_implementations(checked, len(prompts), self._plan(checked))
         self._check_prompts(prompts)
 
     def _plan(self, settings: Settings) -> SparsityPlan | None:
@@ -154,6 +157,32 @@ class LanguageModel:
             return None
         plan = make_plan(settings.sparsity, self.checkpoint.config)
         return jax.device_put(plan, self.sharding.named())
+
+    def step_implementations(
+        self, settings: Settings, rows: int, plan: SparsityPlan | None
+    ) -> tuple[str, ...]:
+        """What attends to the cache in verify steps: those that read all, and those that select.
+
+        Raises UserError where the named implementation does not take their shapes.
+        """
+        batch = padded_batch(min(rows, settings.max_batch_size), self.sharding.data_size)
+        tokens = step_width(self.target, settings.make_length().most, batch)
+        capacity = largest_bucket(self.max_model_len, tokens, self.sharding.parts("kv_length"))
+        named, config = self.target.implementation, self.checkpoint.config
+        if tokens > MOST_STEP_TOKENS and named not in (None, "xla"):
+            raise UserError(f"a step of {tokens} tokens; allowed with {named}: up to {MOST_STEP_TOKENS}")
+        selections: list[tuple[int, int] | None] = [None]
+        if plan is not None and (attention := plan.attention) is not None:
+            selections.append((attention.block_size, attention.most_blocks(capacity)))
+        reader = CacheReader(None, 1.0, named, self.sharding)
+        sizes = {"batch": batch, "tokens": tokens, "capacity": capacity}
+        try:
+            return tuple(
+                step_implementation(config, reader, self.dtype, **sizes, selected=selected)
+                for selected in selections
+            )
+        except NotImplementedError as error:
+            raise UserError(f"implementation {named!r}: {error}") from error
 
     def describe_sparsity(self, sparsity: SparsityConfig) -> list[str]:
         """What verification will leave out, in lines. Raises UserError for what `generate` would refuse."""

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from pallas_kernels.block_sparse_attention import block_sparse_attention, pick_implementation
 from pallas_kernels.cache_attention import cache_attention
 from pallas_kernels.platform import MOST_STEP_TOKENS
-from sv_jax.model.cache import CACHE_AXES, LayerKV
+from sv_jax.config import ModelConfig
+from sv_jax.model.cache import CACHE_AXES, LayerKV, empty_cache
 from sv_jax.sharding import Sharding, on_shards
 
 QUERY_AXES = ("batch", None, "heads", None)
@@ -171,6 +172,31 @@ class CacheReader:
             block_size=block_size,
             entries=entries,
         )
+
+
+def step_implementation(
+    config: ModelConfig,
+    reader: CacheReader,
+    dtype: str,
+    *,
+    batch: int,
+    tokens: int,
+    capacity: int,
+    selected: tuple[int, int] | None = None,
+) -> str:
+    """What runs for `batch` rows of `tokens` tokens over a cache of `capacity` slots.
+
+    Args:
+      selected: block size and most blocks of a KV head; None: all positions are read.
+
+    Raises NotImplementedError for a named implementation that does not take them.
+    """
+    size = min(DENSE_BLOCK, capacity)
+    if selected is None:
+        selected = size, capacity // size // reader.sharding.parts("kv_length")
+    cache = jax.eval_shape(lambda: empty_cache(config, batch, capacity, dtype, reader.sharding))
+    q_shape = (batch, tokens, config.num_heads, config.head_dim)
+    return reader.implementation_for(q_shape, cache.keys[0].shape, dtype, *selected)
 
 
 def own_blocks(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from sv_jax.ahead_of_time.programs import CompiledSlice
 from sv_jax.planning.deployment import Deployment
 from sv_jax.planning.floors import Part, Step
 from sv_jax.planning.footprint import Footprint, Kind, Weights
@@ -96,7 +97,7 @@ def notes(answer: Answer) -> list[str]:
 
 
 def report_lines(answer: Answer) -> list[str]:
-    """The answer as a table."""
+    """The answer as a table, without what the compiler says."""
     deployment, footprint = answer.deployment, answer.footprint
     chip = deployment.chip
     where = f", topology {answer.topology[0]}" if answer.topology else ""
@@ -115,8 +116,21 @@ def report_lines(answer: Answer) -> list[str]:
         lines += _step_lines(step, answer)
     asked = "" if deployment.sparsity else " (not asked for: the paper's budget)"
     lines += ["", f"what sparse steps leave out{asked}:", *describe(answer.plan, deployment.config)]
-    lines += ["", *(f"note: {line}" for line in notes(answer)), "compile check: not run"]
+    lines += ["", *(f"note: {line}" for line in notes(answer))]
     return lines
+
+
+def check_line(check: CompiledSlice | None, why_not: str) -> str:
+    """What the compiler says of the slice. why_not: why there is no check."""
+    if check is None:
+        return f"compile check: {why_not}"
+    copies = f", {len(check.cache_copies)} copies of a cache" if check.cache_copies else ""
+    moved = ", ".join(f"{count} {kind}" for kind, count in sorted(check.collectives.items()))
+    return (
+        f"compile check: {check.topology}, attention {check.implementation}, in {check.seconds:.0f} s: "
+        f"{_gib(check.argument_bytes)} of arguments and {_gib(check.temporary_bytes)} of temporaries a chip"
+        f"{copies}; in the loop {moved or 'no collectives'}"
+    )
 
 
 def _memory_lines(footprint: Footprint) -> list[str]:
@@ -161,7 +175,7 @@ def _gib(size: int) -> str:
 # For programs.
 
 
-def document(answer: Answer, fitting: list[tuple[int, int]]) -> dict[str, Any]:
+def document(answer: Answer, fitting: list[tuple[int, int]], check: CompiledSlice | None) -> dict[str, Any]:
     """The answer for JSON. Sizes are bytes of one chip, times milliseconds.
 
     fitting: other meshes of as many chips on which it fits, where it does not on this one.
@@ -210,7 +224,7 @@ def document(answer: Answer, fitting: list[tuple[int, int]]) -> dict[str, Any]:
         "steps": [_step_document(step, answer) for step in answer.steps],
         "steps_are": LABEL,
         "notes": notes(answer),
-        "compile_check": None,
+        "compile_check": None if check is None else dataclasses.asdict(check),
     }
 
 
