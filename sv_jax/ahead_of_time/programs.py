@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.platform import MOST_STEP_TOKENS
 from sv_jax.ahead_of_time import hlo
 from sv_jax.ahead_of_time.targets import find_target
 from sv_jax.config import DEFAULT_CUTS, Cuts, ModelConfig
@@ -81,6 +82,11 @@ def lower_slice(program: SliceProgram) -> tuple[Any, SpeculationState, str]:
       UserError: what does not divide, or an unknown platform. CompilerMissing. NotImplementedError: a shape
         that the implementation does not take.
     """
+    tokens = program.num_speculative_tokens + 1
+    if program.implementation not in (None, "xla") and tokens > MOST_STEP_TOKENS:
+        raise NotImplementedError(
+            f"{tokens} tokens in a step; allowed with {program.implementation}: up to {MOST_STEP_TOKENS}"
+        )
     found = find_target(program.platform, program.mesh[0] * program.mesh[1])
     sharding = shard_model(program.config, found.mesh(program.mesh), program.cuts)
     target = Transformer(program.config, program.dtype, sharding, program.implementation)

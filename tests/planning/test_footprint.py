@@ -198,7 +198,7 @@ def test_the_bucket_before_is_the_one_that_grows(monkeypatch):
         class cache:
             capacity = deployment.bucket_before
 
-    ensure_capacity(None, State, deployment.bucket_before + 1, deployment.capacity)  # type: ignore[arg-type]
+    ensure_capacity(deployment.target, State, deployment.bucket_before + 1, deployment.capacity)  # type: ignore[arg-type]
     assert seen == [deployment.capacity]
 
 
