@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -55,7 +57,8 @@ def tiny(tmp_path):
 
 
 def run(capsys, *arguments):
-    code = generate.main(["--plan-only", *map(str, arguments)])
+    check = [] if "--compile-check" in arguments else ["--no-compile-check"]  # a minute where it can be done
+    code = generate.main(["--plan-only", *check, *map(str, arguments)])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -72,7 +75,7 @@ def test_a_directory_is_asked_for_its_config_alone(tiny, capsys):
     assert (code, err) == (0, "")
     assert "fits: " in out and "15.75 GiB" in out and "K/V cache" in out
     assert LABEL in out and "floor, ms" in out and "no collectives" in out
-    assert "compile check: not run" in out
+    assert out.endswith("compile check: not run, as --no-compile-check says\n")
     assert out.count("dense, ") == out.count("sparse, ") == 2, "verify steps and plain ones"
     by_file = run(capsys, "--model", tiny / "config.json", *V5E, "--batch-size", 2)[1]
     assert by_file.replace("/config.json", "").replace("local file", "local directory") == out
@@ -92,9 +95,36 @@ def test_nothing_else_runs(tiny, capsys, monkeypatch):
 def test_in_a_process_of_its_own(tiny):
     """JAX_PLATFORMS asks for an accelerator, which is not there; a plan takes nobody's, and needs none."""
     command = [sys.executable, "-m", "sv_jax.generate", "--plan-only", "--model", str(tiny), *V5E]
+    command.append("--no-compile-check")
     environment = os.environ | {"JAX_PLATFORMS": "tpu"}
     got = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert (got.returncode, got.stderr) == (0, "") and "fits: " in got.stdout
+
+
+def test_what_the_compiler_says(tiny, capsys):
+    """Where it is installed; else what to install. Heads fill whole lanes: narrow ones that cannot be packed
+    are relaid at entry and exit of a slice."""
+    (tiny / "config.json").write_text(json.dumps(TINY | {"head_dim": 128}))
+    code, out, err = run(capsys, "--model", tiny, *V5E, "--mesh", "2x2", "--batch-size", 2, "--compile-check")
+    assert (code, err) == (0, "")
+    last = out.splitlines()[-1]
+    if importlib.util.find_spec("libtpu") is None:
+        assert (
+            last
+            == "compile check: not run: libtpu is not installed; it comes with: pip install 'sv_jax[aot]'"
+        )
+        return
+    assert re.match(
+        r"compile check: v5e:2x2, attention (xla|pallas_tpu), in \d+ s: .* GiB of arguments", last
+    )
+    assert "copies of a cache" not in last
+    code, got = ask(capsys, "--model", tiny, *V5E, "--compile-check", "--implementation", "xla")
+    assert code == 0 and got["compile_check"]["implementation"] == "xla"
+    code, _, err = run(
+        capsys, "--model", tiny, *V5E, "--compile-check", "--implementation", "pallas_tpu",
+        "--num-speculative-tokens", 80,
+    )  # fmt: skip
+    assert code == USER_ERROR and "81 tokens in a step" in err
 
 
 PART = {"bytes", "flops", "floor_ms", "bound"}

@@ -84,7 +84,7 @@ def find_target(name: str, chips: int) -> Target:
 
 def _tpu_devices(topology: str) -> Sequence[Any]:
     if importlib.util.find_spec("libtpu") is None:
-        raise CompilerMissing("libtpu is not installed; it comes with: pip install 'sv_jax[tpu]'")
+        raise CompilerMissing("libtpu is not installed; it comes with: pip install 'sv_jax[aot]'")
     from jax.experimental import topologies
 
     for name, value in _TPU_ENVIRONMENT.items():
@@ -97,8 +97,7 @@ def _tpu_devices(topology: str) -> Sequence[Any]:
 def _gpu_devices(name: str) -> Sequence[Any]:
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
         raise CompilerMissing(
-            "XLA's CUDA compiler is not installed; it comes with: "
-            "pip install jax-cuda12-plugin jax-cuda12-pjrt"
+            "XLA's CUDA compiler is not installed; it comes with: pip install 'sv_jax[aot]'"
         )
     from jax.experimental import topologies
 

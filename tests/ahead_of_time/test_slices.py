@@ -4,6 +4,7 @@ Few layers with the heads of real models: whole models are compiled by scripts/a
 """
 
 import functools
+import importlib.util
 import math
 
 import jax
@@ -16,8 +17,6 @@ from sv_jax.model.transformer import Transformer, abstract_params
 from sv_jax.sharding import shard_model
 from sv_jax.sparsity.config import AttentionSparsity, SparsityConfig
 from sv_jax.sparsity.summaries import KEYS_PER_MEAN
-
-pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install -e '.[aot]'")
 
 SMALL = ModelConfig(
     family="llama",
@@ -38,9 +37,17 @@ SPARSE = SparsityConfig(AttentionSparsity(keep=0.1, block_size=128, score="mass"
 CAPACITY = 16384
 
 
+tpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="no TPU compiler: pip install -e '.[aot]'"
+)
+cuda = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None, reason="no CUDA compiler: pip install -e '.[aot]'"
+)
+
+
 def program(config=SMALL, mesh=(4, 2), **options):
     settings = {"batch": 4, "capacity": CAPACITY, "num_speculative_tokens": 15} | options
-    return SliceProgram(config, "tpu:v5e", mesh, **settings)
+    return SliceProgram(config, settings.pop("platform", "tpu:v5e"), mesh, **settings)
 
 
 @functools.cache
@@ -48,6 +55,7 @@ def compiled(implementation, sparsity, config=SMALL, **options):
     return compile_slice(program(config, implementation=implementation, sparsity=sparsity, **options))
 
 
+@tpu
 @pytest.mark.parametrize("sparsity", [None, SPARSE], ids=["dense", "sparse"])
 @pytest.mark.parametrize("implementation", ["xla", "pallas_tpu", None])
 def test_nothing_copies_a_cache(implementation, sparsity):
@@ -60,6 +68,7 @@ def test_nothing_copies_a_cache(implementation, sparsity):
     assert result.temporary_bytes < layer
 
 
+@tpu
 def test_sparse_temporaries():
     """Beside dense ones the scores of a layer's means, and of plain XLA one layer's selected K and V."""
     heads, rows = SMALL.num_kv_heads // 2, SMALL.num_heads // SMALL.num_kv_heads * 16
@@ -71,6 +80,7 @@ def test_sparse_temporaries():
     assert sparse.temporary_bytes <= dense.temporary_bytes + scores + selected
 
 
+@tpu
 @pytest.mark.parametrize("config", [SMALL, NARROW, MOE], ids=["128", "64, packed", "experts"])
 def test_arguments_take_their_logical_bytes(config):
     """Two heads of 64 side by side leave no lane empty."""
@@ -86,6 +96,7 @@ def test_arguments_take_their_logical_bytes(config):
     assert result.cache_copies == ()
 
 
+@tpu
 def test_a_cache_that_is_cut_over_its_length():
     result = compiled("pallas_tpu", SPARSE, batch=1, cuts=Cuts(kv_shard="data"))
     assert result.cache_copies == ()
@@ -93,12 +104,14 @@ def test_a_cache_that_is_cut_over_its_length():
     assert set(result.collectives) == {"all-gather", "all-reduce"}
 
 
+@tpu
 def test_what_does_not_fit_is_refused_by_the_compiler():
     big = program(mesh=(1, 2), batch=16, capacity=1 << 20, implementation="xla")
     with pytest.raises(RuntimeError, match=r"(?i)ran out of memory|hbm"):
         compile_slice(big)
 
 
+@tpu
 def test_shapes_that_the_kernel_does_not_take_are_refused_before():
     many = ModelConfig(**{**vars(SMALL), "num_heads": 64, "num_kv_heads": 2})
     with pytest.raises(NotImplementedError, match="rows"):
@@ -110,3 +123,12 @@ def test_shapes_that_the_kernel_does_not_take_are_refused_before():
 def test_more_chips_than_there_are():
     with pytest.raises(UserError, match="larger than any tpu:v5e topology"):
         find_target("tpu:v5e", 1000)
+
+
+@cuda
+def test_a_slice_for_gpus():
+    result = compiled("xla", SPARSE, platform="gpu:h200")
+    assert result.implementation == "xla"
+    assert set(result.collectives) <= {"all-gather", "all-reduce", "reduce-scatter", "all-to-all"}
+    with pytest.raises(UserError, match="up to 8, one host"):
+        find_target("gpu:h200", 16)
