@@ -5,6 +5,7 @@ It reads a config and nothing else: no weights, no network, no accelerator.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,23 +38,29 @@ def run_plan(options: GenerateOptions) -> int:
 
     # An accelerator that is here has no part in this, and would be taken from whoever uses it.
     jax.config.update("jax_platforms", "cpu")
-    from sv_jax.planning.footprint import shapes_that_fit
-    from sv_jax.planning.report import check_line, document, report_lines, verdict
+    from sv_jax.planning.footprint import shapes_that_fit, spreading_experts_fits
+    from sv_jax.planning.report import document, report_lines, verdict
 
     answer = make_answer(options, sparsity)
     fits = answer.footprint.fits
     fitting = [] if fits else shapes_that_fit(answer.deployment)
+    spread = not fits and spreading_experts_fits(answer.deployment)
     if not options.json:
         print("\n".join(report_lines(answer)), flush=True)
     check, why_not = None, "not run, for it does not fit"
     if fits:
         check, why_not = compile_check(options, answer, sparsity)
     if options.json:
-        print(json.dumps(jsonable(document(answer, fitting, check)), allow_nan=False), flush=True)
+        print(
+            json.dumps(
+                jsonable(document(answer, fitting, check and dataclasses.asdict(check))), allow_nan=False
+            ),
+            flush=True,
+        )
     else:
         print(check_line(check, why_not), flush=True)
     if not fits:
-        raise UserError(f"{verdict(answer)}; allowed: {_what_would_fit(answer, fitting)}")
+        raise UserError(f"{verdict(answer)}; allowed: {_what_would_fit(answer, fitting, spread)}")
     return 0
 
 
@@ -90,6 +97,23 @@ def compile_check(
         raise UserError(str(error)) from error
     except RuntimeError as error:  # JAX's, of the compiler
         raise UserError(f"the compiler of {deployment.platform} refuses: {first_line(error)}") from error
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.2f} GiB"
+
+
+def check_line(check: CompiledSlice | None, why_not: str) -> str:
+    """What the compiler says of the slice. why_not: why there is no check."""
+    if check is None:
+        return f"compile check: {why_not}"
+    copies = f", {len(check.cache_copies)} copies of a cache" if check.cache_copies else ""
+    moved = ", ".join(f"{count} {kind}" for kind, count in sorted(check.collectives.items()))
+    return (
+        f"compile check: {check.topology}, attention {check.implementation}, in {check.seconds:.0f} s: "
+        f"{_gib(check.argument_bytes)} of arguments and {_gib(check.temporary_bytes)} of temporaries a chip"
+        f"{copies}; in the loop {moved or 'no collectives'}"
+    )
 
 
 def first_line(error: Exception) -> str:
@@ -153,10 +177,12 @@ def drafted_tokens(options: GenerateOptions) -> int:
     return max(SIZES) if isinstance(k, str) else k
 
 
-def _what_would_fit(answer: Answer, fitting: list[tuple[int, int]]) -> str:
+def _what_would_fit(answer: Answer, fitting: list[tuple[int, int]], spread: bool) -> str:
     deployment = answer.deployment
     less = f"less of {flag('max_model_len')} ({deployment.max_model_len}) or {flag('batch_size')} "
     less += f"({deployment.batch_size}), or more chips"
+    if spread:
+        less = f"{flag('expert_shard')} all, with which it fits, {less}"
     if deployment.chips == 1:
         return less
     if not fitting:

@@ -20,6 +20,7 @@ GROUPS = [  # from bottom to top; the first prefix that fits a module is its gro
     ("sv_jax.checkpoints",),
     ("sv_jax.engine",),
     ("sv_jax.planning",),
+    ("sv_jax.ahead_of_time",),
     ("sv_jax.evaluation",),
     ("sv_jax",),
 ]

@@ -203,3 +203,14 @@ def shapes_that_fit(deployment: Deployment) -> list[tuple[int, int]]:
         if make_footprint(other).fits:
             fitting.append(mesh)
     return fitting
+
+
+def spreading_experts_fits(deployment: Deployment) -> bool:
+    """Whether the same fits with experts cut over all chips, where they are not."""
+    if deployment.config.moe is None or deployment.cuts.expert_shard == "all" or deployment.mesh[0] == 1:
+        return False
+    try:
+        cuts = dataclasses.replace(deployment.cuts, expert_shard="all")
+        return make_footprint(dataclasses.replace(deployment, cuts=cuts)).fits
+    except UserError:  # does not divide
+        return False

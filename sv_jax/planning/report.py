@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from sv_jax.ahead_of_time.programs import CompiledSlice
 from sv_jax.planning.deployment import Deployment
 from sv_jax.planning.floors import Part, Step
 from sv_jax.planning.footprint import Footprint, Kind, Weights
@@ -120,19 +119,6 @@ def report_lines(answer: Answer) -> list[str]:
     return lines
 
 
-def check_line(check: CompiledSlice | None, why_not: str) -> str:
-    """What the compiler says of the slice. why_not: why there is no check."""
-    if check is None:
-        return f"compile check: {why_not}"
-    copies = f", {len(check.cache_copies)} copies of a cache" if check.cache_copies else ""
-    moved = ", ".join(f"{count} {kind}" for kind, count in sorted(check.collectives.items()))
-    return (
-        f"compile check: {check.topology}, attention {check.implementation}, in {check.seconds:.0f} s: "
-        f"{_gib(check.argument_bytes)} of arguments and {_gib(check.temporary_bytes)} of temporaries a chip"
-        f"{copies}; in the loop {moved or 'no collectives'}"
-    )
-
-
 def _memory_lines(footprint: Footprint) -> list[str]:
     rows = {**footprint.resident, **{f"in a step: {name}": size for name, size in footprint.step.items()}}
     if footprint.growing:
@@ -175,7 +161,7 @@ def _gib(size: int) -> str:
 # For programs.
 
 
-def document(answer: Answer, fitting: list[tuple[int, int]], check: CompiledSlice | None) -> dict[str, Any]:
+def document(answer: Answer, fitting: list[tuple[int, int]], check: dict[str, Any] | None) -> dict[str, Any]:
     """The answer for JSON. Sizes are bytes of one chip, times milliseconds.
 
     fitting: other meshes of as many chips on which it fits, where it does not on this one.
@@ -224,7 +210,7 @@ def document(answer: Answer, fitting: list[tuple[int, int]], check: CompiledSlic
         "steps": [_step_document(step, answer) for step in answer.steps],
         "steps_are": LABEL,
         "notes": notes(answer),
-        "compile_check": None if check is None else dataclasses.asdict(check),
+        "compile_check": check,
     }
 
 
