@@ -51,12 +51,8 @@ def run_plan(options: GenerateOptions) -> int:
     if fits:
         check, why_not = compile_check(options, answer, sparsity)
     if options.json:
-        print(
-            json.dumps(
-                jsonable(document(answer, fitting, check and dataclasses.asdict(check))), allow_nan=False
-            ),
-            flush=True,
-        )
+        said = None if check is None else dataclasses.asdict(check)
+        print(json.dumps(jsonable(document(answer, fitting, said)), allow_nan=False), flush=True)
     else:
         print(check_line(check, why_not), flush=True)
     if not fits:

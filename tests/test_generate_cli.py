@@ -12,7 +12,7 @@ import pytest
 
 from sv_jax import generate
 from sv_jax.builtin_prompts import BUILTIN_PROMPTS
-from sv_jax.config import UserError
+from sv_jax.config import Cuts, UserError
 from sv_jax.engine import TokenLogprob
 from sv_jax.option_table import flag
 from sv_jax.sampling_params import SamplingParams
@@ -74,13 +74,16 @@ def test_options_reach_the_engine(fake, capsys, tmp_path):
     path = tmp_path / "x.toml"
     path.write_text('mesh = "2x1"\nmax-batch-size = 3\ncache-dir = "somewhere"')
     arguments = ["--model=m", "--dtype=bfloat16", "--max-model-len=50", "--draft-method=none", "--ignore-eos"]
+    arguments += ["--implementation=xla", "--kv-shard=data", "--expert-shard=all"]
     arguments += ["--config", str(path), "--prompt", "abcdef", "--max-new-tokens=3"]
     code, out, _ = run(capsys, *arguments)
     assert (code, out) == (0, "ABC\n")
     model = fake.loaded[0]
     assert model.options.pop("notify")
     assert model.options.pop("cache_directory").name == "somewhere"
-    assert model.options == {"model": "m", "dtype": "bfloat16", "max_model_len": 50}
+    assert model.options.pop("cuts") == Cuts(kv_shard="data", expert_shard="all")
+    own = {"dtype": "bfloat16", "max_model_len": 50, "implementation": "xla"}
+    assert model.options == {"model": "m"} | own
     assert model.arguments == model.checked
     assert model.arguments == {
         "max_new_tokens": 3,

@@ -99,7 +99,6 @@ class LanguageModel:
         self.dtype = dtype
         self.max_model_len = max_model_len or context
         self.tokenizer: Tokenizer = checkpoint.tokenizer()
-        check_implementation(implementation, sharding.platform)
         self.target = Transformer(checkpoint.config, dtype, sharding, implementation)
         self.load_seconds = 0.0
         self._progress = progress
@@ -397,6 +396,7 @@ def load_model(
     if min(mesh) < 1:
         raise UserError(f"mesh {mesh[0]}x{mesh[1]}; allowed: 1 or more shards on each axis")
     ensure_devices(mesh[0] * mesh[1])
+    check_implementation(implementation, jax.default_backend())
     dtype = dtype or default_dtype(jax.default_backend())
     cache = Path(cache_directory or default_cache_directory()).expanduser()
     checkpoint = resolve(model, dtype=dtype, cache_directory=cache, progress=progress, notify=notify)

@@ -13,6 +13,7 @@ import pytest
 
 from sv_jax.config import UserError
 from sv_jax.engine import load_model
+from sv_jax.engine.settings import Settings
 from tests.engine import tiny_directory
 from tests.engine.tiny_directory import CONTEXT
 
@@ -26,6 +27,11 @@ ROOT = Path(__file__).parent.parent.parent
         ({"max_model_len": CONTEXT + 1}, rf"max_model_len={CONTEXT + 1}; allowed for .*: 2 to {CONTEXT}"),
         ({"max_model_len": 1}, rf"max_model_len=1; allowed for .*: 2 to {CONTEXT}"),
         ({"max_model_len": 0}, rf"max_model_len=0; allowed for .*: 2 to {CONTEXT}"),
+        (
+            {"implementation": "pallas_tpu"},
+            "implementation 'pallas_tpu'; allowed on cpu: xla, pallas_tpu_interpret",
+        ),
+        ({"implementation": "fast"}, "implementation 'fast'; allowed on cpu: xla, pallas_tpu_interpret"),
         ({"mesh": (0, 1)}, "mesh 0x1; allowed: 1 or more shards on each axis"),
         ({"mesh": (2, -1)}, "mesh 2x-1; allowed: 1 or more shards on each axis"),
         ({"mesh": (1, 5)}, "a model axis of 5 does not divide intermediate_size=48; allowed: 1, 2, 3, 4"),
@@ -58,6 +64,16 @@ def test_defaults(load):
     assert (model.dtype, model.max_model_len) == ("float32", CONTEXT)
     assert load(max_model_len=2).max_model_len == 2
     assert "local directory" in model.provenance
+
+
+def test_what_attends_to_the_cache(load):
+    """A named kernel is asked before anything runs whether it takes the shapes of steps."""
+    model = load(implementation="pallas_tpu_interpret")
+    assert model.step_implementations(Settings(), 1, None) == ("pallas_tpu_interpret",)
+    assert load().step_implementations(Settings(), 1, None) == ("xla",)
+    with pytest.raises(UserError, match="a step of 65 tokens; allowed with pallas_tpu_interpret: up to 64"):
+        model.check_request([[1, 2]], num_speculative_tokens=64)
+    load().check_request([[1, 2]], num_speculative_tokens=64)
 
 
 def test_lazy_weights_are_read_once(load):
