@@ -87,6 +87,7 @@ def step_reads(name: str, program: SliceProgram) -> dict[str, float]:
 
 def report(name: str, program: SliceProgram) -> dict[str, Any]:
     compiled = compile_slice(program)
+    jax.clear_caches()  # traces of whole models, gigabytes after some
     result = dataclasses.asdict(compiled) | {"reads": step_reads(name, program)}
     result["cache_copies"] = len(compiled.cache_copies)
     return result
