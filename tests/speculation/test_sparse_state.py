@@ -51,19 +51,20 @@ def test_commits(score):
     batch, capacity = 6, 64
     eos_ids = [[]] * 3 + [list(range(0, 64, 9))] * 3
     request = make_request([1] * batch, [65, 65, 21, 65, 65, 65], eos_ids=eos_ids)
-    state = start_state(make_target(MODEL), request, capacity=capacity, sparsity=PLANS[score])
+    target = make_target(MODEL)
+    state = start_state(target, request, capacity=capacity, sparsity=PLANS[score])
     finished = np.arange(batch) == 1
     state = dataclasses.replace(state, finished=finished)
     shape = (MODEL.num_layers, 2, batch, T, MODEL.num_kv_heads, MODEL.head_dim)
     draft = Draft(np.zeros((batch, T), np.int32), np.zeros((batch, T), np.int32) - 1)
-    run = jax.jit(commit)
+    run = jax.jit(commit, static_argnames="sharding")
     while max(state.lengths.tolist()) + T <= capacity:
         acceptance = random_acceptance(rng, batch)
         new_kv = rng.normal(size=shape).astype(np.float32)
         for row, (path, count) in enumerate(zip(acceptance.path, acceptance.num_emitted)):
             rejected = np.setdiff1d(np.arange(T), path[:count])
             new_kv[:, :, row, rejected] = np.nan
-        state = run(state, draft, draft, tuple(map(tuple, new_kv)), acceptance)
+        state = run(state, draft, draft, tuple(map(tuple, new_kv)), acceptance, target.sharding)
         check_summaries(state)
     assert state.lengths[1] == 0 and state.lengths[2] == 20 and len(set(state.lengths.tolist())) > 3
 
