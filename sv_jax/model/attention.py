@@ -99,7 +99,12 @@ class Attention(nn.Module):
             linear = Linear(
                 heads * config.head_dim, ("embed", axis), config.attention_bias, self.dtype, name=name
             )
-            y = linear(x).reshape(*x.shape[:2], heads, config.head_dim)
+            y = linear(x)
+            if config.qk_norm is not None:
+                # One vector's product with a matrix is a sum to XLA's TPU compiler, and a sum over each head
+                # behind it then reshapes the matrix: a float32 copy of the weights, in every step.
+                y = jax.lax.optimization_barrier(y)
+            y = y.reshape(*x.shape[:2], heads, config.head_dim)
             return self.sharding.constrain(y, "batch", None, axis, None)
 
         q = project("query", config.num_heads, "heads")
