@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
@@ -20,20 +18,16 @@ def gather_blocks(cache: jax.Array, block_indices: jax.Array, *, block_size: int
     is twice as fast as a product a block.
     """
 
-    (batch, kv_heads, _), groups = block_indices.shape, cache.shape[1]
-    head_dim = cache.shape[3] * groups // kv_heads
-
-    def block(group: jax.Array, index: jax.Array, lane: int) -> jax.Array:  # [S, W] -> [block_size, D]
-        return jax.lax.dynamic_slice(group, (index * block_size, lane), (block_size, head_dim))
-
-    def of_head(head: int) -> jax.Array:  # the one with this number in every group
-        lane = head * head_dim
-        of_group = jax.vmap(partial(block, lane=lane), (None, 0))
-        return jax.vmap(jax.vmap(of_group))(cache, split[:, :, head])  # [B, G, N, block_size, D]
-
-    split = block_indices.reshape(batch, groups, kv_heads // groups, -1)
-    gathered = jnp.stack([of_head(head) for head in range(kv_heads // groups)], axis=2)
-    return gathered.reshape(batch, kv_heads, -1, head_dim)
+    (batch, groups, _, width), kv_heads = cache.shape, block_indices.shape[1]
+    per_group = kv_heads // groups
+    blocks = cache.reshape(batch, groups, -1, block_size, width)
+    split = block_indices.reshape(batch, groups, -1)  # [B, G, p * N]
+    take = jax.vmap(jax.vmap(lambda blocks, index: blocks.at[index].get(mode="clip")))
+    gathered = take(blocks, split).reshape(batch, groups, per_group, -1, width)
+    if per_group > 1:  # each head's lanes of its blocks
+        lanes = jnp.split(gathered, per_group, axis=4)
+        gathered = jnp.stack([lane[:, :, head] for head, lane in enumerate(lanes)], axis=2)
+    return gathered.reshape(batch, kv_heads, -1, width // per_group)
 
 
 def block_sparse_attention(

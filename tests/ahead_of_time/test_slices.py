@@ -3,6 +3,7 @@
 Few layers with the heads of real models: whole models are compiled by scripts/aot_report.py.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import math
@@ -66,6 +67,14 @@ def test_nothing_copies_a_cache(implementation, sparsity):
     assert set(result.collectives) == {"all-gather", "all-reduce"}
     layer = 2 * CAPACITY * (SMALL.num_kv_heads // 2) * SMALL.head_dim * 2  # bytes of K and V, of one chip
     assert result.temporary_bytes < layer
+
+
+@tpu
+def test_plain_xla_gathers_blocks_from_the_cache_in_place():
+    """Slices by head made XLA relay the cache of narrow models with many layers: 2 copies of it here."""
+    many = dataclasses.replace(MOE, num_layers=4, num_heads=32)
+    result = compiled("xla", SPARSE, many, capacity=32768, cuts=Cuts(expert_shard="all"))
+    assert result.cache_copies == ()
 
 
 @tpu
