@@ -10,8 +10,9 @@ IMPLEMENTATIONS = ("xla", "pallas_tpu", "pallas_tpu_interpret")
 LANES = 128  # of a TPU's vector registers, and of the tiles that arrays lie in
 MOST_STEP_TOKENS = 64  # T, of a row in a verify step: what the kernels are made for
 
-MOST_TILED_TOKENS = 64
-"""On TPU more tokens than that, so those of prefill, meet their experts in ragged products."""
+MOST_TILED_TOKENS = 4 * MOST_STEP_TOKENS
+"""On TPU more tokens than that, so those of prefill, meet their experts in ragged products. Those take
+temporaries for all pairs of a token and an expert: 300 MiB a v5e chip for Qwen3's verify steps of 4 rows."""
 
 
 def heads_per_group(platform: str, head_dim: int, kv_heads: int) -> int:
@@ -43,6 +44,15 @@ def plain_step_tokens(platform: str, dtype: str, rows: int) -> int:
     vector is the fast one.
     """
     return 2 if platform == "cpu" and dtype == "bfloat16" and rows == 1 else 1
+
+
+def lies_by_columns(platform: str, rows: int, columns: int) -> bool:
+    """Whether a matrix [rows, columns] of one device comes into a program column by column.
+
+    On TPU it does where that alone leaves no lane of its tiles empty: a vocabulary of 2 * 75,968 columns, cut
+    in two, has no whole number of tiles.
+    """
+    return platform == "tpu" and columns % LANES != 0 and rows % LANES == 0
 
 
 def takes_ragged_experts(platform: str, tokens: int) -> bool:

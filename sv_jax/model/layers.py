@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from pallas_kernels.cache_attention.reference import matmul_precision
 from sv_jax.config import ModelConfig, RopeScaling
@@ -62,6 +63,7 @@ class Linear(nn.Module):
     dtype: str = "float32"
     output_dtype: str | None = None  # None: dtype
     in_features: int | None = None  # None: as many as x has
+    by_columns: bool = False  # how W lies in memory where the platform wants that told, `lies_by_columns`
 
     @nn.compact
     def __call__(
@@ -76,6 +78,10 @@ class Linear(nn.Module):
         init = nn.initializers.lecun_normal()
         shape = (self.in_features or x.shape[-1], self.features)
         kernel = parameter(self, "kernel", init, self.axes, shape, self.dtype)
+        if self.by_columns:
+            # Left to itself, XLA for TPU relays a vocabulary's columns: once for the verify steps of a slice,
+            # and back in each plain step.
+            kernel = with_layout_constraint(kernel, Layout(major_to_minor=(1, 0)))
         if inputs is not None:
             kernel = take_channels(kernel, inputs, axis=0)
         if outputs is not None:

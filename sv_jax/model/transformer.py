@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.platform import lies_by_columns
 from sv_jax.config import ModelConfig
 from sv_jax.model.attention import Attention
 from sv_jax.model.cache import KVCache, LayerKV, empty_cache
@@ -95,8 +96,14 @@ class Transformer(nn.Module):
         ]
         self.final_norm = RMSNorm(config.rms_norm_eps, self.dtype)
         if not config.tie_word_embeddings:
+            columns = config.vocab_size // self.sharding.parts("vocab")
             self.head = Linear(
-                config.vocab_size, ("embed", "vocab"), False, self.dtype, output_dtype="float32"
+                config.vocab_size,
+                ("embed", "vocab"),
+                False,
+                self.dtype,
+                output_dtype="float32",
+                by_columns=lies_by_columns(self.sharding.platform, config.hidden_size, columns),
             )
 
     def __call__(

@@ -16,6 +16,10 @@ from sv_jax.sharding import Sharding
 from sv_jax.sparsity.plan import AttentionPlan
 from sv_jax.sparsity.summaries import KEYS_PER_MEAN, STATISTICS, BlockSummaries, LayerSummary
 
+MASS_ROWS = 64
+"""Rows of scores, float32[means], that `attention_mass` holds for a KV head at once, or those of one query
+head: all of a wide step would take more memory than the rest of a layer."""
+
 LAST = jnp.iinfo(jnp.int32).max  # index of an entry past the count: no block, and sorted last
 
 
@@ -91,20 +95,30 @@ def attention_mass(
     batch, kv_heads, blocks, _ = fine_means.shape
     rows = to_rows(q.astype(jnp.float32), kv_heads)  # [B, K, G * T, D]
     means = fine_means.reshape(batch, kv_heads, -1, rows.shape[3])
-    scores = jax.lax.dot_general(
-        rows, means, (((3,), (3,)), ((0, 1), (0, 1))), precision=jax.lax.Precision.HIGHEST
-    )
     starts = KEYS_PER_MEAN * jnp.arange(means.shape[2], dtype=jnp.int32)
     before, behind = (
         jnp.clip(end[:, None] - starts, 0, KEYS_PER_MEAN)
         for end in (oldest_visible(lengths, window), lengths)
     )
     count = (behind - before)[:, None, None].astype(jnp.float32)
-    scores = scores * rows.shape[3] ** -0.5 + jnp.log(count)  # -inf where no key is
-    weights, total, _ = masked_softmax(scores, count > 0)
-    groups = rows.shape[2] // nodes.shape[1]
-    share = jnp.tile(nodes, (1, groups))[:, None, :, None] / jnp.where(total > 0, total, 1.0)
-    mass = jnp.sum(weights * share, axis=2)
+
+    def mass_of(rows: jax.Array) -> jax.Array:  # [B, K, n * T, D] -> [B, K, means]
+        scores = jax.lax.dot_general(
+            rows, means, (((3,), (3,)), ((0, 1), (0, 1))), precision=jax.lax.Precision.HIGHEST
+        )
+        scores = scores * rows.shape[3] ** -0.5 + jnp.log(count)  # -inf where no key is
+        weights, total, _ = masked_softmax(scores, count > 0)
+        here = jnp.tile(nodes, (1, rows.shape[2] // nodes.shape[1]))
+        share = here[:, None, :, None] / jnp.where(total > 0, total, 1.0)
+        return jnp.sum(weights * share, axis=2)
+
+    if rows.shape[2] <= MASS_ROWS:
+        mass = mass_of(rows)
+    else:  # a query head after the other
+        heads = jnp.moveaxis(rows.reshape(batch, kv_heads, -1, *q.shape[1:2], q.shape[3]), 2, 0)
+        mass, _ = jax.lax.scan(
+            lambda mass, head: (mass + mass_of(head), None), jnp.zeros(means.shape[:3], jnp.float32), heads
+        )
     return jnp.sum(mass.reshape(batch, kv_heads, blocks, -1), axis=-1)
 
 

@@ -1,6 +1,11 @@
 import pytest
 
-from pallas_kernels.platform import heads_per_group, plain_step_tokens, takes_ragged_experts
+from pallas_kernels.platform import (
+    heads_per_group,
+    lies_by_columns,
+    plain_step_tokens,
+    takes_ragged_experts,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,5 +33,12 @@ def test_plain_step_is_padded_only_for_a_single_bfloat16_row_on_cpu():
 
 
 def test_only_prefill_on_tpu_takes_ragged_products():
-    assert takes_ragged_experts("tpu", 65) and not takes_ragged_experts("tpu", 64)
+    assert takes_ragged_experts("tpu", 257) and not takes_ragged_experts("tpu", 256)
     assert not any(takes_ragged_experts(platform, 4096) for platform in ("cpu", "gpu"))
+
+
+def test_matrices_lie_by_columns_where_only_that_fills_lanes():
+    assert lies_by_columns("tpu", 2048, 75968)  # Qwen3's head, over two chips
+    assert not lies_by_columns("tpu", 4096, 64128)  # Llama 3's
+    assert not lies_by_columns("tpu", 576, 75968)  # neither does: row by row
+    assert not any(lies_by_columns(platform, 2048, 75968) for platform in ("cpu", "gpu"))

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from sv_jax.evaluation.selectors import block_masses
+from sv_jax.sparsity import selection
 from sv_jax.sparsity.selection import attention_mass, score_blocks
 from sv_jax.sparsity.summaries import KEYS_PER_MEAN, summarise
 from tests.sparsity.plain_selection import plain_summary
@@ -76,6 +77,16 @@ def test_by_definition(inputs):
     expected = [plain_mass(*row) for row in zip(q, keys, LENGTHS, NODES)]
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
     assert np.allclose(got.sum(axis=-1), [[9, 9], [6, 6], [3, 3], [0, 0]], atol=1e-4)  # a token and head is 1
+
+
+def test_the_query_heads_of_a_wide_step_in_turns(inputs, monkeypatch):
+    q, keys = inputs
+    at_once = attention_mass(q, fine_means(keys), LENGTHS, NODES, 33)
+    monkeypatch.setattr(selection, "MASS_ROWS", GROUP * TOKENS - 1)
+    jaxpr = str(jax.make_jaxpr(lambda *a: attention_mass(*a))(q, fine_means(keys), LENGTHS, NODES))
+    assert f"length={GROUP}" in jaxpr and f",{GROUP * TOKENS},{CAPACITY // KEYS_PER_MEAN}]" not in jaxpr
+    in_turns = attention_mass(q, fine_means(keys), LENGTHS, NODES, 33)
+    np.testing.assert_allclose(in_turns, at_once, rtol=1e-5, atol=1e-6)
 
 
 def test_it_is_attention_where_the_keys_of_a_mean_are_alike(inputs):
