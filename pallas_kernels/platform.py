@@ -10,8 +10,9 @@ IMPLEMENTATIONS = ("xla", "pallas_tpu", "pallas_tpu_interpret")
 LANES = 128  # of a TPU's vector registers, and of the tiles that arrays lie in
 MOST_STEP_TOKENS = 64  # T, of a row in a verify step: what the kernels are made for
 
-MOST_TILED_TOKENS = 4 * MOST_STEP_TOKENS
-"""On TPU more tokens than that, so those of prefill, meet their experts in ragged products. Those take
+FEW_TOKENS = 256
+"""Of all rows, for which a TPU multiplies by a bfloat16 weight about as fast as it reads one: a v5e in 197
+TFLOP/s and 819 GB/s, 240 tokens. More, those of prefill, meet experts in ragged products, which take
 temporaries for all pairs of a token and an expert: 300 MiB a v5e chip for Qwen3's verify steps of 4 rows."""
 
 
@@ -55,10 +56,14 @@ def lies_by_columns(platform: str, rows: int, columns: int) -> bool:
     return platform == "tpu" and columns % LANES != 0 and rows % LANES == 0
 
 
-def takes_ragged_experts(platform: str, tokens: int) -> bool:
-    """Whether `tokens` tokens meet their experts in `jax.lax.ragged_dot`, not in a loop over tiles.
+def expert_products(platform: str, tokens: int) -> str:
+    """How `tokens` tokens meet the experts of a mixture: "tiles", "whole" or "ragged".
 
-    XLA has an instruction for it on TPU; elsewhere it is expanded into dense products, slower than tiles
-    (scripts/bench_moe.py). A verify step is to read its active experts alone: the loop does, everywhere.
+    "tiles": a loop over tiles of the tokens of one expert; elsewhere than on TPU it is the fastest
+    (scripts/bench_moe.py). "whole": a loop over active experts with all tokens in each product, which on TPU
+    is for free up to FEW_TOKENS. "ragged": `jax.lax.ragged_dot`; XLA has an instruction for it on TPU
+    alone. A verify step is to read its active experts and no others: both loops do.
     """
-    return platform == "tpu" and tokens > MOST_TILED_TOKENS
+    if platform != "tpu":
+        return "tiles"
+    return "whole" if tokens <= FEW_TOKENS else "ragged"

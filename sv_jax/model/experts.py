@@ -2,8 +2,9 @@
 
 Tokens are sorted by expert and cut into tiles of one expert each; a loop runs over the tiles that there are.
 Its trip count is data, every shape is static, and an expert that nobody wants is not read. The few tokens of
-a verify step make one tile for each active expert, those of prefill several. On TPU the many tokens of
-prefill take three ragged products instead (`pallas_kernels/platform.py` decides).
+a verify step make one tile for each active expert, those of prefill several. On TPU, where sorting and
+gathering cost more than they save, a tile of a verify step has all tokens, and the many tokens of prefill
+take three ragged products (`pallas_kernels/platform.py` decides).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels.cache_attention.reference import matmul_precision
-from pallas_kernels.platform import takes_ragged_experts
+from pallas_kernels.platform import expert_products
 from sv_jax.model.ffn import (
     ChannelReads,
     LayerChannels,
@@ -116,11 +117,40 @@ def run_experts(
         y = y.at[tokens].add(share[:, None] * out, mode="drop")
         return y, jax.tree.map(jnp.add, reads, tile_reads)
 
-    none = None if channels is None else ChannelReads(*[jnp.int32(0)] * len(ChannelReads._fields))
-    return jax.lax.fori_loop(0, ends[-1], run_tile, (jnp.zeros(x.shape, jnp.float32), none))
+    return jax.lax.fori_loop(0, ends[-1], run_tile, _nothing_yet(x, channels))
 
 
 Carry = tuple[jax.Array, ChannelReads | None]
+
+
+def _nothing_yet(x: jax.Array, channels: LayerChannels | None) -> Carry:
+    none = None if channels is None else ChannelReads(*[jnp.int32(0)] * len(ChannelReads._fields))
+    return jnp.zeros(x.shape, jnp.float32), none
+
+
+def run_experts_whole(
+    x: jax.Array, routing: Routing, weights: ExpertWeights, channels: LayerChannels | None = None
+) -> tuple[jax.Array, ChannelReads | None]:
+    """`run_experts` with all tokens in every active expert's tile: nothing is sorted, gathered or scattered.
+
+    For tokens so few that multiplying all of them by an expert takes no longer than reading it.
+    """
+    numbers = jnp.arange(weights.gate.shape[0], dtype=jnp.int32)
+    goes = routing.experts == numbers[:, None, None]  # [E, N, k]
+    shares = jnp.sum(jnp.where(goes, routing.weights, 0.0), axis=-1)
+    sent = jnp.any(goes, axis=-1)  # [E, N]
+    active = jnp.cumsum(jnp.any(sent, axis=-1), dtype=jnp.int32)  # up to and with each expert
+
+    def run_expert(number: jax.Array, carry: Carry) -> Carry:
+        y, reads = carry
+        expert = jnp.sum(active <= number, dtype=jnp.int32)
+        there, share = (jax.lax.dynamic_index_in_dim(a, expert, 0, keepdims=False) for a in (sent, shares))
+        out, expert_reads = run_network(x, take_expert(weights, expert), there, channels)
+        # What the others make of this expert is not theirs, NaN in their padding neither.
+        y = y + jnp.where(there[:, None], share[:, None] * out, 0.0)
+        return y, jax.tree.map(jnp.add, reads, expert_reads)
+
+    return jax.lax.fori_loop(0, active[-1], run_expert, _nothing_yet(x, channels))
 
 
 def run_network(
@@ -174,7 +204,7 @@ def run_experts_ragged(x: jax.Array, routing: Routing, weights: ExpertWeights) -
     return jnp.zeros(x.shape, jnp.float32).at[tokens].add(jnp.where(there, share[:, None] * out, 0.0))
 
 
-def expert_products(
+def multiply_experts(
     platform: str,
     x: jax.Array,
     routing: Routing,
@@ -182,9 +212,19 @@ def expert_products(
     channels: LayerChannels | None = None,
 ) -> tuple[jax.Array, ChannelReads | None]:
     """`run_experts` as `platform` ("cpu", "gpu", "tpu") does it fastest."""
-    if channels is None and takes_ragged_experts(platform, x.shape[0]):
+    products = expert_products(platform, x.shape[0])
+    if products == "ragged" and channels is None:
         return run_experts_ragged(x, routing, weights), None
-    return run_experts(x, routing, weights, channels)
+    return (run_experts_whole if products == "whole" else run_experts)(x, routing, weights, channels)
+
+
+def _gather_tokens(x: jax.Array, routing: Routing, axes: tuple[str, ...]) -> tuple[jax.Array, Routing]:
+    """The tokens of all devices along `axes`, in two collectives."""
+    bits = jax.lax.bitcast_convert_type(routing.weights, jnp.int32)
+    packed = jnp.concatenate([routing.experts, bits], axis=-1)
+    x, packed = jax.lax.all_gather((x, packed), axes, axis=0, tiled=True)
+    experts, bits = jnp.split(packed, 2, axis=-1)
+    return x, Routing(experts, jax.lax.bitcast_convert_type(bits, jnp.float32))
 
 
 def run_sharded_experts(
@@ -214,7 +254,7 @@ def run_sharded_experts(
         x: jax.Array, routing: Routing, weights: ExpertWeights, channels: LayerChannels | None
     ) -> tuple[jax.Array, ChannelReads | None]:
         flat = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), routing)
-        y, reads = expert_products(platform, x.reshape(-1, x.shape[-1]), flat, weights, channels)
+        y, reads = multiply_experts(platform, x.reshape(-1, x.shape[-1]), flat, weights, channels)
         return y.reshape(x.shape), reads
 
     if mesh.size == 1:
@@ -228,7 +268,7 @@ def run_sharded_experts(
     ) -> tuple[jax.Array, ChannelReads | None]:
         own = weights.gate.shape[0]
         if shared:
-            x, routing = jax.lax.all_gather((x, routing), shared, axis=0, tiled=True)
+            x, routing = _gather_tokens(x, routing, shared)
         first = jax.lax.axis_index(expert_axes) * own if expert_axes else 0
         local = routing.experts - first
         local = jnp.where((local >= 0) & (local < own), local, own)

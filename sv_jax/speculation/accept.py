@@ -11,7 +11,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from sv_jax.speculation.sampling import Purpose, draw_tokens, gumbel_noise, position_keys, target_law
+from sv_jax.speculation.sampling import (
+    Purpose,
+    draw_tokens,
+    gumbel_noise,
+    likeliest,
+    position_keys,
+    target_law,
+)
 from sv_jax.speculation.tree import ancestor_mask, node_depths, path_to
 from sv_jax.speculation.types import Acceptance, Draft, Sampling
 
@@ -37,7 +44,7 @@ def accept(draft: Draft, logits: jax.Array, sampling: Sampling, lengths: jax.Arr
         return jax.lax.cond(
             jnp.any(sampling.temperature > 0),
             lambda: accept_by_rejection(draft, logits, sampling, next_positions),
-            lambda: accept_matching(draft, jnp.argmax(logits, axis=-1).astype(jnp.int32)),
+            lambda: accept_matching(draft, likeliest(logits)),
         )
 
 
@@ -118,5 +125,5 @@ def accept_by_rejection(
 
     deepest, p = jax.lax.fori_loop(1, draft.tokens.shape[1], try_node, (root, laws[:, 0]))
     noise = gumbel_noise(sampling, pick(next_positions, deepest)[:, None], p.shape[-1], Purpose.TOKEN)[:, 0]
-    last = jnp.argmax(jnp.log(p) + noise, axis=-1).astype(jnp.int32)
+    last = likeliest(jnp.log(p) + noise)
     return _acceptance(draft, ancestor_mask(draft.parents), deepest, last)

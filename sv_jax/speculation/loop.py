@@ -17,7 +17,7 @@ from sv_jax.sparsity.step import make_choices
 from sv_jax.speculation.accept import accept
 from sv_jax.speculation.commit import commit
 from sv_jax.speculation.logprobs import emitted_logprobs
-from sv_jax.speculation.penalties import process_logits
+from sv_jax.speculation.penalties import count_committed, process_logits
 from sv_jax.speculation.state import constrain_state
 from sv_jax.speculation.tree import ancestor_mask, existing_nodes, node_depths
 from sv_jax.speculation.types import Acceptance, Draft, Drafter, Logprobs, SpeculationState, StepReads
@@ -80,8 +80,12 @@ def step(
     plain_width, width = _plain_width(target, batch), step_width(target, num_nodes - 1, batch)
     proposed, draft = _widen_draft(proposed, width), _widen_draft(draft, width)
 
+    committed = target.sharding.constrain(
+        count_committed(state, target.config.vocab_size), "batch", None, "vocab"
+    )
+
     def run(nodes: int) -> StepResults:
-        results = verify_and_accept(target, params, state, _narrow(draft, nodes), sparsity)
+        results = verify_and_accept(target, params, state, _narrow(draft, nodes), committed, sparsity)
         return jax.tree.map(lambda x: x if x.ndim < 2 else _widen(x, width), results)
 
     if num_nodes > 1 and width > plain_width:
@@ -101,10 +105,11 @@ def verify_and_accept(
     params: Params,
     state: SpeculationState,
     draft: Draft,
+    committed: jax.Array,
     sparsity: SparsityPlan | None = None,
 ) -> StepResults:
     """What a step emits, the K/V of its nodes, what it read, and log-probabilities where the state keeps
-    them."""
+    them. committed: float32[B, 2, V] (penalties.count_committed)."""
     choices = DENSE
     if sparsity is not None:
         nodes = existing_nodes(draft.parents)
@@ -113,7 +118,7 @@ def verify_and_accept(
     verification = verify(target, params, state.cache, state.lengths, draft, choices, state.finished)
     ancestors = ancestor_mask(draft.parents)
     following = state.lengths[:, None] + node_depths(ancestors) + 1
-    logits = process_logits(verification.logits, state, draft.tokens, ancestors, following)
+    logits = process_logits(verification.logits, committed, state, draft.tokens, ancestors, following)
     acceptance = accept(draft, logits, state.sampling, state.lengths)
     logprobs = None
     if state.logprobs is not None:

@@ -7,46 +7,69 @@ import jax.numpy as jnp
 
 from sv_jax.speculation.types import Sampling, SpeculationState
 
+COUNTED_TOGETHER = 2048  # tokens of a row
 
-def _add_at(counts: jax.Array, tokens: jax.Array, amounts: jax.Array) -> jax.Array:
-    """counts [.., V] with amounts [.., N] added at tokens [.., N]; one scatter per row, none across rows."""
-    if counts.ndim > 1:
-        return jax.vmap(_add_at)(counts, tokens, amounts)
-    return counts.at[tokens].add(amounts)
+
+def some_penalty(sampling: Sampling) -> jax.Array:
+    """bool[B]: rows whose tokens are to be counted."""
+    return (
+        (sampling.repetition_penalty != 1)
+        | (sampling.presence_penalty != 0)
+        | (sampling.frequency_penalty != 0)
+    )
+
+
+def count_committed(state: SpeculationState, vocab_size: int) -> jax.Array:
+    """How often each token stands among a row's committed ones: everywhere, and in the output alone.
+
+    Once a step, for whatever its nodes are. The time follows the longest row, and so does not the size of the
+    scatter: XLA for TPU sorts what a scatter adds, and takes ten seconds to compile a sort of 32,768 tokens.
+
+    Returns:
+      float32[B, 2, V]; zeros where no row of the batch has a penalty.
+    """
+    batch, slots = state.tokens.shape
+    size = min(COUNTED_TOGETHER, slots)
+
+    def add(counts: jax.Array, tokens: jax.Array, amounts: jax.Array) -> jax.Array:
+        return counts.at[:, tokens].add(amounts)
+
+    def count_chunk(number: jax.Array, counts: jax.Array) -> jax.Array:
+        first = jnp.minimum(number * size, slots - size)
+        slot = first + jnp.arange(size, dtype=jnp.int32)
+        committed = (slot >= number * size) & (slot < state.lengths[:, None])  # the last chunk may overlap
+        amounts = jnp.stack([committed, committed & (slot >= state.prompt_lengths[:, None])], axis=1)
+        tokens = jax.lax.dynamic_slice_in_dim(state.tokens, first, size, axis=1)
+        return jax.vmap(add)(counts, tokens, amounts.astype(jnp.float32))
+
+    longest = jnp.where(jnp.any(some_penalty(state.sampling)), jnp.max(state.lengths), 0)
+    nothing = jnp.zeros((batch, 2, vocab_size), jnp.float32)
+    return jax.lax.fori_loop(0, (longest + size - 1) // size, count_chunk, nothing)
 
 
 def count_tokens(
-    state: SpeculationState, tokens: jax.Array, ancestors: jax.Array, vocab_size: int
+    committed: jax.Array, state: SpeculationState, tokens: jax.Array, ancestors: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """How often each token stands before the one that follows node t: (everywhere, in the output alone).
 
-    Counted from the row's tokens and, per node, its drafted ancestors: a token that is emitted in the middle
+    The row's committed tokens and, per node, its drafted ancestors: a token that is emitted in the middle
     of an accepted run has been counted for the nodes behind it as if it had been emitted alone.
 
     Args:
+      committed: float32[B, 2, V] (count_committed).
       tokens: int32[B, T], the step's nodes, root included (it is emitted, but not committed yet).
       ancestors: bool[B, T, T] (tree.ancestor_mask).
 
     Returns:
       Two float32[B, T, V].
     """
-    batch, num_nodes = tokens.shape
-    slots = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)
-    committed = (slots < state.lengths[:, None]).astype(jnp.float32)
-    is_output = (slots >= state.prompt_lengths[:, None]).astype(jnp.float32)
-    empty = jnp.zeros((batch, vocab_size), jnp.float32)
-    everywhere = _add_at(empty, state.tokens, committed)
-    output = _add_at(empty, state.tokens, committed * is_output)
-
-    below = jnp.broadcast_to(tokens[:, None, :], ancestors.shape)
+    ids = jnp.arange(committed.shape[-1], dtype=jnp.int32)
+    one_hot = (tokens[:, :, None] == ids).astype(jnp.float32)
+    # A product of zeros and ones, exact in any precision, in place of a scatter of T paths of T tokens.
+    path = jnp.einsum("btu,buv->btv", ancestors.astype(jnp.float32), one_hot)
     # Only prefill has a root that is no output: the prompt's last token.
-    node_is_output = ancestors & (state.lengths >= state.prompt_lengths)[:, None, None]
-
-    def per_node(counts: jax.Array, present: jax.Array) -> jax.Array:
-        wide = jnp.broadcast_to(counts[:, None], (batch, num_nodes, vocab_size))
-        return _add_at(wide, below, present.astype(jnp.float32))
-
-    return per_node(everywhere, ancestors), per_node(output, node_is_output)
+    path_is_output = (state.lengths >= state.prompt_lengths)[:, None, None]
+    return committed[:, :1] + path, committed[:, 1:] + jnp.where(path_is_output, path, 0.0)
 
 
 def penalise(logits: jax.Array, sampling: Sampling, everywhere: jax.Array, output: jax.Array) -> jax.Array:
@@ -61,6 +84,7 @@ def penalise(logits: jax.Array, sampling: Sampling, everywhere: jax.Array, outpu
 
 def process_logits(
     logits: jax.Array,
+    committed: jax.Array,
     state: SpeculationState,
     tokens: jax.Array,
     ancestors: jax.Array,
@@ -70,7 +94,7 @@ def process_logits(
 
     Args:
       logits: float32[B, T, V] of the tokens that follow the nodes.
-      tokens, ancestors: see `count_tokens`.
+      committed, tokens, ancestors: see `count_tokens`.
       next_positions: int32[B, T], where the token that follows node t would stand.
 
     Returns:
@@ -78,14 +102,10 @@ def process_logits(
       tokenizer does not have.
     """
     sampling, vocab_size = state.sampling, logits.shape[-1]
-    some = (
-        (sampling.repetition_penalty != 1)
-        | (sampling.presence_penalty != 0)
-        | (sampling.frequency_penalty != 0)
-    )
+    some = some_penalty(sampling)
 
     def with_penalties(logits: jax.Array) -> jax.Array:
-        counts = count_tokens(state, tokens, ancestors, vocab_size)
+        counts = count_tokens(committed, state, tokens, ancestors)
         return jnp.where(some[:, None, None], penalise(logits, sampling, *counts), logits)
 
     logits = jax.lax.cond(jnp.any(some), with_penalties, lambda x: x, logits)

@@ -17,7 +17,7 @@ from sv_jax.speculation.commit import (
     refresh_summaries,
 )
 from sv_jax.speculation.logprobs import emitted_logprobs
-from sv_jax.speculation.penalties import process_logits
+from sv_jax.speculation.penalties import count_committed, process_logits
 from sv_jax.speculation.sampling import draw_tokens
 from sv_jax.speculation.state import constrain_state
 from sv_jax.speculation.types import Logprobs, SpeculationState
@@ -28,7 +28,8 @@ def _draw_first(state: SpeculationState, logits: jax.Array) -> jax.Array:
     last_token = jnp.take_along_axis(state.tokens, state.lengths[:, None], axis=1)
     following = state.lengths[:, None] + 1
     alone = jnp.ones((*last_token.shape, 1), bool)
-    processed = process_logits(logits, state, last_token, alone, following)
+    committed = count_committed(state, logits.shape[-1])
+    processed = process_logits(logits, committed, state, last_token, alone, following)
     return draw_tokens(processed, state.sampling, following)
 
 

@@ -117,9 +117,20 @@ def warp(logits: jax.Array, sampling: Sampling) -> jax.Array:
     return filtered(scaled >= jnp.log(min_p), min_p > 0, scaled)
 
 
+def likeliest(scores: jax.Array) -> jax.Array:
+    """int32[..]: the first index of the largest of scores [.., V]; `argmax` as two plain reductions.
+
+    XLA for TPU compiles them in a quarter of the time of its reduction of pairs, and over a vocabulary that
+    is cut, shards exchange a maximum and an index in place of all pairs.
+    """
+    ids = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    is_less = scores < jnp.max(scores, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(is_less, scores.shape[-1], ids), axis=-1)
+
+
 def target_law(logits: jax.Array, sampling: Sampling) -> jax.Array:
     """Probabilities float32[B, T, V] of the next token; a greedy row's are 1 on its argmax."""
-    greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
+    greedy = jax.nn.one_hot(likeliest(logits), logits.shape[-1], dtype=jnp.float32)
     sampled = jax.nn.softmax(warp(logits, sampling), axis=-1)
     return jnp.where(sampling.temperature[:, None, None] > 0, sampled, greedy)
 
@@ -143,11 +154,11 @@ def draw_tokens(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> 
     Returns:
       int32[B, T].
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = likeliest(logits)
 
     def sampled() -> jax.Array:
         noise = gumbel_noise(sampling, positions, logits.shape[-1], Purpose.TOKEN)
-        drawn = jnp.argmax(warp(logits, sampling) + noise, axis=-1).astype(jnp.int32)
+        drawn = likeliest(warp(logits, sampling) + noise)
         return jnp.where(sampling.temperature[:, None] > 0, drawn, greedy)
 
     return jax.lax.cond(jnp.any(sampling.temperature > 0), sampled, lambda: greedy)

@@ -1,6 +1,7 @@
-"""Experts' products in every form: ragged, sharded and in bfloat16 as the loop over tiles has them."""
+"""Experts' products in every form: whole, ragged, sharded, in bfloat16, as the loop over tiles has them."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,10 @@ from sv_jax.config import MoEConfig, UserError
 from sv_jax.model.experts import (
     ExpertWeights,
     Routing,
-    expert_products,
+    multiply_experts,
     run_experts,
     run_experts_ragged,
+    run_experts_whole,
     run_sharded_experts,
 )
 from sv_jax.model.ffn import LayerChannels
@@ -21,7 +23,8 @@ from sv_jax.sharding import DATA, LOGICAL_AXES, MODEL, make_sharding
 from tests.tiny import TINY, replace
 
 E, K, D, F = 8, 2, 16, 12
-tiles, ragged = jax.jit(lambda *arguments: run_experts(*arguments)[0]), jax.jit(run_experts_ragged)
+tiles, whole = (jax.jit(lambda *a, run=run: run(*a)[0]) for run in (run_experts, run_experts_whole))
+ragged = jax.jit(run_experts_ragged)
 
 
 def make_weights() -> ExpertWeights:
@@ -40,14 +43,15 @@ def make_inputs(*shape: int, dead: float = 0.0) -> tuple[np.ndarray, Routing]:
     )
 
 
-@pytest.mark.parametrize("kind", ["all to one", "nowhere", "ragged"])
-def test_ragged_products_are_the_loop(kind):
+@pytest.mark.parametrize("form", [ragged, whole], ids=["ragged", "whole"])
+@pytest.mark.parametrize("kind", ["all to one", "nowhere", "uneven"])
+def test_other_forms_are_the_loop_over_tiles(kind, form):
     x, routing = make_inputs(70, dead=0.3)
     if kind == "all to one":
         routing.experts[:] = [[5, 2]]
     if kind == "nowhere":
         routing.experts[:] = E
-    got, expected = ragged(x, routing, make_weights()), tiles(x, routing, make_weights())
+    got, expected = form(x, routing, make_weights()), tiles(x, routing, make_weights())
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, expected, atol=1e-5)
     assert (np.abs(expected).max() > 0.1) == (kind != "nowhere")
@@ -72,16 +76,30 @@ def test_padding_brings_nothing_into_ragged_products(monkeypatch):
     assert 5 < dead.sum() < 65 and not expected[dead].any()
 
 
+def test_all_tokens_meet_an_expert_and_only_its_own_hear_of_it():
+    """NaN in tokens that go nowhere, and in experts that nobody wants."""
+    x, routing = make_inputs(70, dead=0.3)
+    dead = (routing.experts == E).all(axis=-1)
+    routing.experts[routing.experts == 3] = E
+    expected = np.asarray(whole(x, routing, make_weights()))
+    poisoned = ExpertWeights(*(np.where(np.arange(E)[:, None, None] == 3, np.nan, w) for w in make_weights()))
+    got = whole(np.where(dead[:, None], np.nan, x), routing, poisoned)
+    np.testing.assert_array_equal(got, expected)
+    assert 5 < dead.sum() < 65 and not expected[dead].any() and np.abs(expected).max() > 0.1
+
+
 def test_which_products_a_platform_takes():
     def primitives(platform: str, tokens: int) -> str:
         x, routing = make_inputs(tokens)
         return str(
-            jax.make_jaxpr(functools.partial(expert_products, platform))(x, routing, make_weights()).jaxpr
+            jax.make_jaxpr(functools.partial(multiply_experts, platform))(x, routing, make_weights()).jaxpr
         )
 
-    for platform, tokens, is_ragged in [("tpu", 257, True), ("tpu", 256, False), ("cpu", 257, False)]:
+    expected = {("tpu", 257): "sort ragged_dot", ("tpu", 256): "while", ("cpu", 256): "sort while"}
+    for (platform, tokens), marks in expected.items():
         text = primitives(platform, tokens)
-        assert ("ragged_dot" in text, "while[" in text) == (is_ragged, not is_ragged), (platform, tokens)
+        found = [mark for mark in ("sort", "while", "ragged_dot") if re.search(rf"{mark}(_general)?\[", text)]
+        assert found == marks.split(), (platform, tokens)
 
 
 def test_bfloat16_experts_are_not_converted_together():
@@ -141,6 +159,10 @@ def test_channels_inside_experts(rule):
     got, reads = jax.jit(run_experts)(x.reshape(20, D), flat, weights, channels)
     np.testing.assert_allclose(got, expected, atol=1e-4)
     assert [int(n) for n in reads] == counts.tolist() and 0 < counts[0] < counts[1]
+    got, reads = jax.jit(run_experts_whole)(x.reshape(20, D), flat, weights, channels)
+    if rule != "shared":  # the tile whose tokens share is larger
+        np.testing.assert_allclose(got, expected, atol=1e-4)
+        assert [int(n) for n in reads[:2]] == counts[:2].tolist()
     mesh = make_sharding(TINY, (2, 2)).mesh
     run = functools.partial(run_sharded_experts, mesh=mesh, batch_axes=(DATA,), expert_axes=(MODEL,))
     got, reads = jax.jit(run)(x, routing, weights, channels)

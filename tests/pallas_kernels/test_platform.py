@@ -1,10 +1,11 @@
 import pytest
 
 from pallas_kernels.platform import (
+    FEW_TOKENS,
+    expert_products,
     heads_per_group,
     lies_by_columns,
     plain_step_tokens,
-    takes_ragged_experts,
 )
 
 
@@ -32,9 +33,13 @@ def test_plain_step_is_padded_only_for_a_single_bfloat16_row_on_cpu():
     assert plain_step_tokens("tpu", "bfloat16", 1) == 1
 
 
-def test_only_prefill_on_tpu_takes_ragged_products():
-    assert takes_ragged_experts("tpu", 257) and not takes_ragged_experts("tpu", 256)
-    assert not any(takes_ragged_experts(platform, 4096) for platform in ("cpu", "gpu"))
+def test_experts_multiply_all_tokens_of_a_verify_step_on_tpu_alone():
+    assert [expert_products("tpu", n) for n in (1, FEW_TOKENS, FEW_TOKENS + 1)] == [
+        "whole",
+        "whole",
+        "ragged",
+    ]
+    assert {expert_products(platform, n) for platform in ("cpu", "gpu") for n in (1, 4096)} == {"tiles"}
 
 
 def test_matrices_lie_by_columns_where_only_that_fills_lanes():

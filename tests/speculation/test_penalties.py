@@ -13,7 +13,7 @@ import pytest
 from sv_jax.drafts.none import NoDraft
 from sv_jax.drafts.prompt_lookup import PromptLookup
 from sv_jax.sampling_params import SamplingParams
-from sv_jax.speculation.penalties import count_tokens, penalise, process_logits
+from sv_jax.speculation.penalties import count_committed, count_tokens, penalise, process_logits
 from sv_jax.speculation.request import make_request
 from sv_jax.speculation.state import start_state
 from sv_jax.speculation.tree import ancestor_mask
@@ -100,8 +100,8 @@ def test_prompt_lookup(rule):
 def test_counting_per_step_is_found(monkeypatch):
     """The planted mistake: a node does not count the drafted tokens before it."""
 
-    def per_step(state, tokens, ancestors, vocab_size):
-        return count_tokens(state, tokens, ancestors & (jnp.arange(tokens.shape[1]) == 0), vocab_size)
+    def per_step(committed, state, tokens, ancestors):
+        return count_tokens(committed, state, tokens, ancestors & (jnp.arange(tokens.shape[1]) == 0))
 
     monkeypatch.setattr(sys.modules[count_tokens.__module__], "count_tokens", per_step)
     # A function of its own, or the program without the mistake would run.
@@ -128,7 +128,8 @@ def test_counts_of_every_node_of_a_tree():
     root = jnp.take_along_axis(state.tokens, state.lengths[:, None], axis=1)
     drafted = jnp.asarray(np.random.default_rng(1).integers(0, 8, (4, len(TREE) - 1)), jnp.int32)
     nodes = jnp.concatenate([root, drafted], axis=1)
-    counts = jax.jit(count_tokens, static_argnums=3)(state, nodes, ancestor_mask(jnp.array([TREE] * 4)), 8)
+    committed = jax.jit(count_committed, static_argnums=1)(state, 8)
+    counts = jax.jit(count_tokens)(committed, state, nodes, ancestor_mask(jnp.array([TREE] * 4)))
     everywhere, output = map(np.asarray, counts)
     for row in range(4):
         # An empty slot is never looked at. In the last row the root is the prompt's last token, and alone.
@@ -139,6 +140,24 @@ def test_counts_of_every_node_of_a_tree():
             text = [*state.tokens[row, : state.lengths[row]].tolist(), *path]
             assert everywhere[row, node].tolist() == np.bincount(text, minlength=8).tolist()
             assert output[row, node].tolist() == np.bincount(text[6:], minlength=8).tolist()
+
+
+@pytest.mark.parametrize("together", [5, 17, 2048])
+def test_tokens_are_counted_in_chunks(together, monkeypatch):
+    """The last chunk overlaps the one before; a token counts once."""
+    monkeypatch.setattr(sys.modules[count_tokens.__module__], "COUNTED_TOGETHER", together)
+    state = random_state(4)
+    counts = np.asarray(count_committed(dataclasses.replace(state, lengths=jnp.array([16, 0, 9, 5])), 8))
+    for row, length in enumerate((16, 0, 9, 5)):
+        text = state.tokens[row, :length].tolist()
+        assert counts[row].tolist() == [np.bincount(t, minlength=8).tolist() for t in (text, text[6:])]
+
+
+def test_without_penalties_nothing_is_counted():
+    state = random_state(4)
+    neutral = make_request([6] * 4, [99] * 4).sampling
+    assert not np.asarray(count_committed(dataclasses.replace(state, sampling=neutral), 8)).any()
+    assert np.asarray(count_committed(state, 8)).any()
 
 
 def test_penalties_of_random_counts():
@@ -180,9 +199,8 @@ def test_no_end_before_the_minimum_and_no_id_beyond_the_tokenizer():
     ancestors = ancestor_mask(jnp.array([TREE] * 2))
     following = jnp.array([[8, 9, 9, 10, 10, 10, 8]] * 2)
     logits = jnp.zeros((2, len(TREE), 64))
-    never = np.asarray(
-        process_logits(logits, state, jnp.zeros((2, len(TREE)), jnp.int32), ancestors, following)
-    )
+    nodes, committed = jnp.zeros((2, len(TREE)), jnp.int32), jnp.zeros((2, 2, 64))
+    never = np.asarray(process_logits(logits, committed, state, nodes, ancestors, following))
     for row, node in np.ndindex(2, len(TREE)):
         early = [3, 5] if row == 0 and following[0, node] < 10 else []
         assert np.flatnonzero(np.isneginf(never[row, node])).tolist() == [*early, 60, 61, 62, 63]

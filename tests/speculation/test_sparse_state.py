@@ -105,8 +105,9 @@ def test_whom_a_step_asks(monkeypatch):
         state, lengths=np.array([30, 0, 50], np.int32), finished=np.array([False, True, True])
     )
     parents = jnp.array([[-1, 0, 1], [-1, -1, -1], [-1, -1, 0]])
+    committed = jnp.zeros((3, 2, MODEL.vocab_size))
     with pytest.raises(AskedError) as error:
-        verify_and_accept(*make_model(MODEL), state, Draft(jnp.zeros_like(parents), parents), plan)
+        verify_and_accept(*make_model(MODEL), state, Draft(jnp.zeros_like(parents), parents), committed, plan)
     nodes = [[True, True, True], [True, False, False], [True, False, True]]
     assert error.value.args == (nodes, [30, 0, 50], [True, False, False])
 
