@@ -17,7 +17,7 @@ from sv_jax.sparsity.step import make_choices
 from sv_jax.speculation.accept import accept
 from sv_jax.speculation.commit import commit
 from sv_jax.speculation.logprobs import emitted_logprobs
-from sv_jax.speculation.penalties import count_committed, process_logits
+from sv_jax.speculation.penalties import TokenCounts, count_committed, process_logits
 from sv_jax.speculation.state import constrain_state
 from sv_jax.speculation.tree import ancestor_mask, existing_nodes, node_depths
 from sv_jax.speculation.types import Acceptance, Draft, Drafter, Logprobs, SpeculationState, StepReads
@@ -80,9 +80,8 @@ def step(
     plain_width, width = _plain_width(target, batch), step_width(target, num_nodes - 1, batch)
     proposed, draft = _widen_draft(proposed, width), _widen_draft(draft, width)
 
-    committed = target.sharding.constrain(
-        count_committed(state, target.config.vocab_size), "batch", None, "vocab"
-    )
+    counts = count_committed(state, target.config.vocab_size)
+    committed = TokenCounts(*(target.sharding.constrain(x, "batch", "vocab") for x in counts))
 
     def run(nodes: int) -> StepResults:
         results = verify_and_accept(target, params, state, _narrow(draft, nodes), committed, sparsity)
@@ -105,11 +104,11 @@ def verify_and_accept(
     params: Params,
     state: SpeculationState,
     draft: Draft,
-    committed: jax.Array,
+    committed: TokenCounts,
     sparsity: SparsityPlan | None = None,
 ) -> StepResults:
     """What a step emits, the K/V of its nodes, what it read, and log-probabilities where the state keeps
-    them. committed: float32[B, 2, V] (penalties.count_committed)."""
+    them. committed: [B, V] (penalties.count_committed)."""
     choices = DENSE
     if sparsity is not None:
         nodes = existing_nodes(draft.parents)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from sv_jax.speculation.types import Sampling, SpeculationState
 
 COUNTED_TOGETHER = 2048  # tokens of a row
+
+
+class TokenCounts(NamedTuple):
+    """How often each token stands somewhere, float32[.., V] both."""
+
+    everywhere: jax.Array
+    output: jax.Array  # the prompt left out
 
 
 def some_penalty(sampling: Sampling) -> jax.Array:
@@ -19,62 +28,60 @@ def some_penalty(sampling: Sampling) -> jax.Array:
     )
 
 
-def count_committed(state: SpeculationState, vocab_size: int) -> jax.Array:
-    """How often each token stands among a row's committed ones: everywhere, and in the output alone.
+def count_committed(state: SpeculationState, vocab_size: int) -> TokenCounts:
+    """How often each token stands among a row's committed ones, [B, V]; zeros where no row has a penalty.
 
-    Once a step, for whatever its nodes are. The time follows the longest row, and so does not the size of the
+    Once a step, for whatever its nodes are. The time follows the longest row, and so does not the size of a
     scatter: XLA for TPU sorts what a scatter adds, and takes ten seconds to compile a sort of 32,768 tokens.
-
-    Returns:
-      float32[B, 2, V]; zeros where no row of the batch has a penalty.
     """
     batch, slots = state.tokens.shape
     size = min(COUNTED_TOGETHER, slots)
 
-    def add(counts: jax.Array, tokens: jax.Array, amounts: jax.Array) -> jax.Array:
-        return counts.at[:, tokens].add(amounts)
+    def add(counts: jax.Array, tokens: jax.Array, there: jax.Array) -> jax.Array:
+        return counts.at[tokens].add(there.astype(jnp.float32))
 
-    def count_chunk(number: jax.Array, counts: jax.Array) -> jax.Array:
+    def count_chunk(number: jax.Array, counts: TokenCounts) -> TokenCounts:
         first = jnp.minimum(number * size, slots - size)
         slot = first + jnp.arange(size, dtype=jnp.int32)
         committed = (slot >= number * size) & (slot < state.lengths[:, None])  # the last chunk may overlap
-        amounts = jnp.stack([committed, committed & (slot >= state.prompt_lengths[:, None])], axis=1)
+        output = committed & (slot >= state.prompt_lengths[:, None])
         tokens = jax.lax.dynamic_slice_in_dim(state.tokens, first, size, axis=1)
-        return jax.vmap(add)(counts, tokens, amounts.astype(jnp.float32))
+        return TokenCounts(
+            *(jax.vmap(add)(c, tokens, there) for c, there in zip(counts, (committed, output)))
+        )
 
     longest = jnp.where(jnp.any(some_penalty(state.sampling)), jnp.max(state.lengths), 0)
-    nothing = jnp.zeros((batch, 2, vocab_size), jnp.float32)
-    return jax.lax.fori_loop(0, (longest + size - 1) // size, count_chunk, nothing)
+    nothing = jnp.zeros((batch, vocab_size), jnp.float32)
+    return jax.lax.fori_loop(0, (longest + size - 1) // size, count_chunk, TokenCounts(nothing, nothing))
 
 
 def count_tokens(
-    committed: jax.Array, state: SpeculationState, tokens: jax.Array, ancestors: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """How often each token stands before the one that follows node t: (everywhere, in the output alone).
+    committed: TokenCounts, state: SpeculationState, tokens: jax.Array, ancestors: jax.Array
+) -> TokenCounts:
+    """How often each token stands before the one that follows node t, [B, T, V].
 
     The row's committed tokens and, per node, its drafted ancestors: a token that is emitted in the middle
     of an accepted run has been counted for the nodes behind it as if it had been emitted alone.
 
     Args:
-      committed: float32[B, 2, V] (count_committed).
+      committed: [B, V] (count_committed).
       tokens: int32[B, T], the step's nodes, root included (it is emitted, but not committed yet).
       ancestors: bool[B, T, T] (tree.ancestor_mask).
-
-    Returns:
-      Two float32[B, T, V].
     """
-    ids = jnp.arange(committed.shape[-1], dtype=jnp.int32)
+    everywhere, output = (counts[:, None] for counts in committed)
+    ids = jnp.arange(everywhere.shape[-1], dtype=jnp.int32)
     one_hot = (tokens[:, :, None] == ids).astype(jnp.float32)
     # A product of zeros and ones, exact in any precision, in place of a scatter of T paths of T tokens.
     path = jnp.einsum("btu,buv->btv", ancestors.astype(jnp.float32), one_hot)
     # Only prefill has a root that is no output: the prompt's last token.
     path_is_output = (state.lengths >= state.prompt_lengths)[:, None, None]
-    return committed[:, :1] + path, committed[:, 1:] + jnp.where(path_is_output, path, 0.0)
+    return TokenCounts(everywhere + path, output + jnp.where(path_is_output, path, 0.0))
 
 
-def penalise(logits: jax.Array, sampling: Sampling, everywhere: jax.Array, output: jax.Array) -> jax.Array:
+def penalise(logits: jax.Array, sampling: Sampling, counts: TokenCounts) -> jax.Array:
     """Repetition penalty (transformers: prompt and output; positive logits are divided, negative ones
     multiplied), then frequency and presence penalties (the output alone; subtracted)."""
+    everywhere, output = counts
     repetition = sampling.repetition_penalty[:, None, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(everywhere > 0, repeated, logits)
@@ -84,7 +91,7 @@ def penalise(logits: jax.Array, sampling: Sampling, everywhere: jax.Array, outpu
 
 def process_logits(
     logits: jax.Array,
-    committed: jax.Array,
+    committed: TokenCounts,
     state: SpeculationState,
     tokens: jax.Array,
     ancestors: jax.Array,
@@ -106,7 +113,7 @@ def process_logits(
 
     def with_penalties(logits: jax.Array) -> jax.Array:
         counts = count_tokens(committed, state, tokens, ancestors)
-        return jnp.where(some[:, None, None], penalise(logits, sampling, *counts), logits)
+        return jnp.where(some[:, None, None], penalise(logits, sampling, counts), logits)
 
     logits = jax.lax.cond(jnp.any(some), with_penalties, lambda x: x, logits)
     ids = jnp.arange(vocab_size, dtype=jnp.int32)

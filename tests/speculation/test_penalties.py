@@ -13,7 +13,7 @@ import pytest
 from sv_jax.drafts.none import NoDraft
 from sv_jax.drafts.prompt_lookup import PromptLookup
 from sv_jax.sampling_params import SamplingParams
-from sv_jax.speculation.penalties import count_committed, count_tokens, penalise, process_logits
+from sv_jax.speculation.penalties import TokenCounts, count_committed, count_tokens, penalise, process_logits
 from sv_jax.speculation.request import make_request
 from sv_jax.speculation.state import start_state
 from sv_jax.speculation.tree import ancestor_mask
@@ -147,17 +147,18 @@ def test_tokens_are_counted_in_chunks(together, monkeypatch):
     """The last chunk overlaps the one before; a token counts once."""
     monkeypatch.setattr(sys.modules[count_tokens.__module__], "COUNTED_TOGETHER", together)
     state = random_state(4)
-    counts = np.asarray(count_committed(dataclasses.replace(state, lengths=jnp.array([16, 0, 9, 5])), 8))
+    counts = count_committed(dataclasses.replace(state, lengths=jnp.array([16, 0, 9, 5])), 8)
     for row, length in enumerate((16, 0, 9, 5)):
         text = state.tokens[row, :length].tolist()
-        assert counts[row].tolist() == [np.bincount(t, minlength=8).tolist() for t in (text, text[6:])]
+        for count, tokens in zip(counts, (text, text[6:])):
+            assert count[row].tolist() == np.bincount(tokens, minlength=8).tolist()
 
 
 def test_without_penalties_nothing_is_counted():
     state = random_state(4)
     neutral = make_request([6] * 4, [99] * 4).sampling
-    assert not np.asarray(count_committed(dataclasses.replace(state, sampling=neutral), 8)).any()
-    assert np.asarray(count_committed(state, 8)).any()
+    assert not np.any(count_committed(dataclasses.replace(state, sampling=neutral), 8))
+    assert np.any(count_committed(state, 8))
 
 
 def test_penalties_of_random_counts():
@@ -170,7 +171,7 @@ def test_penalties_of_random_counts():
         for texts in ([p + o for p, o in zip(prompts, outputs)], outputs)
     )
     sampling = make_request([1] * 4, [1] * 4, sampling=RULES["greedy"]).sampling
-    ours = np.asarray(penalise(logits, sampling, seen, output))[:, 0]
+    ours = np.asarray(penalise(logits, sampling, TokenCounts(seen, output)))[:, 0]
     for row, params in enumerate(RULES["greedy"]):
         expected = penalised(logits[row, 0], prompts[row], outputs[row], params)
         np.testing.assert_allclose(ours[row], expected, rtol=1e-5, atol=1e-5)
@@ -189,7 +190,9 @@ def test_repetition_penalty_is_that_of_transformers(penalty):
     params = [SamplingParams(repetition_penalty=penalty)] * 5
     sampling = make_request([1] * 5, [1] * 5, sampling=params).sampling
     seen = np.array([np.bincount(row, minlength=200) for row in ids])[:, None].astype(np.float32)
-    np.testing.assert_array_equal(penalise(logits[:, None], sampling, seen, 0 * seen)[:, 0], expected)
+    np.testing.assert_array_equal(
+        penalise(logits[:, None], sampling, TokenCounts(seen, 0 * seen))[:, 0], expected
+    )
 
 
 def test_no_end_before_the_minimum_and_no_id_beyond_the_tokenizer():
@@ -199,7 +202,7 @@ def test_no_end_before_the_minimum_and_no_id_beyond_the_tokenizer():
     ancestors = ancestor_mask(jnp.array([TREE] * 2))
     following = jnp.array([[8, 9, 9, 10, 10, 10, 8]] * 2)
     logits = jnp.zeros((2, len(TREE), 64))
-    nodes, committed = jnp.zeros((2, len(TREE)), jnp.int32), jnp.zeros((2, 2, 64))
+    nodes, committed = jnp.zeros((2, len(TREE)), jnp.int32), TokenCounts(*jnp.zeros((2, 2, 64)))
     never = np.asarray(process_logits(logits, committed, state, nodes, ancestors, following))
     for row, node in np.ndindex(2, len(TREE)):
         early = [3, 5] if row == 0 and following[0, node] < 10 else []

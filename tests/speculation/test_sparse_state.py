@@ -11,6 +11,7 @@ from sv_jax.drafts.none import NoDraft
 from sv_jax.sparsity import step
 from sv_jax.speculation.commit import commit
 from sv_jax.speculation.loop import decode_slice, verify_and_accept
+from sv_jax.speculation.penalties import TokenCounts
 from sv_jax.speculation.request import make_request
 from sv_jax.speculation.state import grow_state, start_state
 from sv_jax.speculation.types import Acceptance, Draft
@@ -105,7 +106,7 @@ def test_whom_a_step_asks(monkeypatch):
         state, lengths=np.array([30, 0, 50], np.int32), finished=np.array([False, True, True])
     )
     parents = jnp.array([[-1, 0, 1], [-1, -1, -1], [-1, -1, 0]])
-    committed = jnp.zeros((3, 2, MODEL.vocab_size))
+    committed = TokenCounts(*jnp.zeros((2, 3, MODEL.vocab_size)))
     with pytest.raises(AskedError) as error:
         verify_and_accept(*make_model(MODEL), state, Draft(jnp.zeros_like(parents), parents), committed, plan)
     nodes = [[True, True, True], [True, False, False], [True, False, True]]
