@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.platform import MOST_STEP_TOKENS
-from sv_jax.ahead_of_time import hlo
+from sv_jax.ahead_of_time import buffers, hlo
 from sv_jax.ahead_of_time.targets import find_target
 from sv_jax.config import DEFAULT_CUTS, Cuts, ModelConfig
 from sv_jax.drafts.none import NoDraft
@@ -52,6 +54,7 @@ class CompiledSlice:
     processor_seconds: float  # of it, on all cores: what a machine with other work does not change
     argument_bytes: int  # weights, cache, the rest of the state
     temporary_bytes: int
+    temporary_array_bytes: int | None  # of them, those of arrays (`buffers.array_bytes`); None: not asked
     unaliased_output_bytes: int  # results that are not written over an argument
     collectives: dict[str, int]  # in the loop, by kind
     cache_copies: tuple[str, ...]  # instructions that copy an array with the sizes of a layer's K or V
@@ -112,12 +115,18 @@ def _whole(x: jax.Array, sharding: Sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=sharding.named())
 
 
-def compile_slice(program: SliceProgram) -> CompiledSlice:
-    """Compiles for the mesh. Raises as `lower_slice`, and RuntimeError where the compiler refuses."""
+def compile_slice(program: SliceProgram, *, arrays: bool = False) -> CompiledSlice:
+    """Compiles for the mesh. Raises as `lower_slice`, and RuntimeError where the compiler refuses.
+
+    arrays: whether arrays among the temporaries are told from the rest, by a dump in a temporary folder.
+    """
     lowered, state, topology = lower_slice(program)
-    started, busy = time.perf_counter(), time.process_time()
-    compiled = lowered.compile()
-    seconds, processor_seconds = time.perf_counter() - started, time.process_time() - busy
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"xla_dump_to": folder, **buffers.DUMP} if arrays else {}
+        started, busy = time.perf_counter(), time.process_time()
+        compiled = lowered.compile(compiler_options=options)
+        seconds, processor_seconds = time.perf_counter() - started, time.process_time() - busy
+        assignments = [path.read_text() for path in Path(folder).glob(buffers.DUMPED)]
     memory = compiled.memory_analysis()
     keys = state.cache.keys[0]
     shard = keys.sharding.shard_shape(keys.shape)
@@ -130,6 +139,7 @@ def compile_slice(program: SliceProgram) -> CompiledSlice:
         processor_seconds=processor_seconds,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
+        temporary_array_bytes=max(map(buffers.array_bytes, assignments)) if arrays else None,
         unaliased_output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         collectives=dict(Counter(hlo.collectives(inside))),
         cache_copies=tuple(hlo.materialised_copies(text, shard)),
