@@ -48,6 +48,7 @@ def score_blocks(
     summary: LayerSummary,
     lengths: jax.Array,
     nodes: jax.Array,
+    block_size: int,
     window: int | None = None,
 ) -> jax.Array:
     """How much attention a step would pay to each block, up to a monotone function.
@@ -65,7 +66,7 @@ def score_blocks(
       float32[B, K, S / block_size].
     """
     if score == "mass":
-        return attention_mass(q, summary["fine_means"], lengths, nodes, window)
+        return attention_mass(q, summary["fine_means"], lengths, nodes, block_size, window)
     batch, kv_heads, _, head_dim = summary[STATISTICS[score][0]].shape
     root = q[:, 0].astype(jnp.float32).reshape(batch, kv_heads, -1, head_dim)
     product = partial(jnp.einsum, "bkd,bknd->bkn", precision=jax.lax.Precision.HIGHEST)
@@ -77,7 +78,12 @@ def score_blocks(
 
 
 def attention_mass(
-    q: jax.Array, fine_means: jax.Array, lengths: jax.Array, nodes: jax.Array, window: int | None = None
+    q: jax.Array,
+    fine_means: jax.Array,
+    lengths: jax.Array,
+    nodes: jax.Array,
+    block_size: int,
+    window: int | None = None,
 ) -> jax.Array:
     """Estimate of the attention that the tokens of a step pay to each block. Not in the paper, which asks the
     root alone, and one mean a block.
@@ -87,15 +93,14 @@ def attention_mass(
     over the G query heads and over the tokens: a head that looks at one place counts for more than one that
     looks everywhere.
 
-    Args: as `score_blocks`; fine_means float32[B, K, M, vectors * D].
+    Args: as `score_blocks`; fine_means float32[B, K, S / KEYS_PER_MEAN, D].
 
     Returns:
-      float32[B, K, M].
+      float32[B, K, S / block_size].
     """
-    batch, kv_heads, blocks, _ = fine_means.shape
+    batch, kv_heads, num_means, _ = fine_means.shape
     rows = to_rows(q.astype(jnp.float32), kv_heads)  # [B, K, G * T, D]
-    means = fine_means.reshape(batch, kv_heads, -1, rows.shape[3])
-    starts = KEYS_PER_MEAN * jnp.arange(means.shape[2], dtype=jnp.int32)
+    starts = KEYS_PER_MEAN * jnp.arange(num_means, dtype=jnp.int32)
     before, behind = (
         jnp.clip(end[:, None] - starts, 0, KEYS_PER_MEAN)
         for end in (oldest_visible(lengths, window), lengths)
@@ -104,7 +109,7 @@ def attention_mass(
 
     def mass_of(rows: jax.Array) -> jax.Array:  # [B, K, n * T, D] -> [B, K, means]
         scores = jax.lax.dot_general(
-            rows, means, (((3,), (3,)), ((0, 1), (0, 1))), precision=jax.lax.Precision.HIGHEST
+            rows, fine_means, (((3,), (3,)), ((0, 1), (0, 1))), precision=jax.lax.Precision.HIGHEST
         )
         scores = scores * rows.shape[3] ** -0.5 + jnp.log(count)  # -inf where no key is
         weights, total, _ = masked_softmax(scores, count > 0)
@@ -117,9 +122,11 @@ def attention_mass(
     else:  # a query head after the other
         heads = jnp.moveaxis(rows.reshape(batch, kv_heads, -1, *q.shape[1:2], q.shape[3]), 2, 0)
         mass, _ = jax.lax.scan(
-            lambda mass, head: (mass + mass_of(head), None), jnp.zeros(means.shape[:3], jnp.float32), heads
+            lambda mass, head: (mass + mass_of(head), None),
+            jnp.zeros((batch, kv_heads, num_means), jnp.float32),
+            heads,
         )
-    return jnp.sum(mass.reshape(batch, kv_heads, blocks, -1), axis=-1)
+    return jnp.sum(mass.reshape(batch, kv_heads, -1, block_size // KEYS_PER_MEAN), axis=-1)
 
 
 def select_blocks(
@@ -179,7 +186,7 @@ def summary_scorer(
     def score(layer: int, q: jax.Array) -> jax.Array:
         summary = summaries.layers[layer]
         assert summary is not None
-        return score_blocks(plan.score, q, summary, lengths, nodes, plan.windows[layer])
+        return score_blocks(plan.score, q, summary, lengths, nodes, plan.block_size, plan.windows[layer])
 
     return score
 

@@ -29,9 +29,10 @@ KEYS_PER_MEAN = 16  # of fine_means; divides every block size
 SUMMARY_AXES = ("batch", "kv_heads", "kv_length", None)
 
 LayerSummary = dict[str, jax.Array]
-"""Statistic -> float32[B, K, S / block_size, vectors * D], of a block's committed keys; 0 where it has none.
+"""Statistic -> float32[B, K, S / block_size * vectors, D], of a block's committed keys; 0 where it has none.
 
-One vector, but for fine_means: a mean of every KEYS_PER_MEAN keys, side by side."""
+One vector a block, but for fine_means: a mean of every KEYS_PER_MEAN keys, in order of position. (Those of a
+block side by side, [.., vectors * D], would be relaid on TPU, in every layer of every step.)"""
 
 
 def vectors_per_block(score: str, block_size: int) -> int:
@@ -58,10 +59,12 @@ class BlockSummaries:
     def grow(self, capacity: int) -> BlockSummaries:
         """The same contents for a cache of `capacity` positions."""
 
-        def pad(x: jax.Array) -> jax.Array:
-            return jnp.pad(x, [(0, 0), (0, 0), (0, capacity // self.block_size - x.shape[2]), (0, 0)])
+        def pad(name: str, x: jax.Array) -> jax.Array:
+            size = capacity // self.block_size * _vectors(name, self.block_size)
+            return jnp.pad(x, [(0, 0), (0, 0), (0, size - x.shape[2]), (0, 0)])
 
-        return jax.tree.map(pad, self)
+        layers = (layer and {name: pad(name, x) for name, x in layer.items()} for layer in self.layers)
+        return dataclasses.replace(self, layers=tuple(layers))
 
 
 def start_summaries(
@@ -73,10 +76,10 @@ def start_summaries(
     capacity: int,
 ) -> BlockSummaries:
     """Of an empty cache of `capacity` positions; `layers` are those that have summaries."""
-    shape = (batch, model.num_kv_heads, capacity // block_size)
 
     def zeros(name: str) -> jax.Array:
-        return jnp.zeros((*shape, _vectors(name, block_size) * model.head_dim), jnp.float32)
+        vectors = capacity // block_size * _vectors(name, block_size)
+        return jnp.zeros((batch, model.num_kv_heads, vectors, model.head_dim), jnp.float32)
 
     def layer(index: int) -> LayerSummary | None:
         if index not in layers:
@@ -98,7 +101,7 @@ def summarise(keys: jax.Array, alive: jax.Array, names: tuple[str, ...]) -> Laye
       keys: [K, M, block_size, D]. alive: bool[M, block_size].
 
     Returns:
-      float32[K, M, vectors * D] each. Dead keys, which may be anything, play no part.
+      float32[K, M * vectors, D] each. Dead keys, which may be anything, play no part.
     """
     keys, mask = keys.astype(jnp.float32), alive[None, :, :, None]
     some = jnp.any(mask, axis=2)
@@ -116,7 +119,7 @@ def summarise(keys: jax.Array, alive: jax.Array, names: tuple[str, ...]) -> Laye
         parts = (-1, size)  # of a block's keys
         count = jnp.maximum(jnp.sum(mask.reshape(1, mask.shape[1], *parts, 1), axis=3), 1)
         total = jnp.sum(jnp.where(mask, keys, 0.0).reshape(*keys.shape[:2], *parts, keys.shape[3]), axis=3)
-        return (total / count).reshape(*keys.shape[:2], -1)
+        return (total / count).reshape(keys.shape[0], -1, keys.shape[3])
 
     return {name: compute(name) for name in names}
 
@@ -155,7 +158,8 @@ def update_summaries(
         span = span.reshape(span.shape[0], touched, size, span.shape[-1])
         slots = first * size + jnp.arange(touched * size, dtype=jnp.int32)
         new = summarise(span, (slots < length).reshape(touched, size), tuple(old))
-        return {name: jax.lax.dynamic_update_slice(old[name], new[name], (0, first, 0)) for name in old}
+        starts = {name: (0, first * _vectors(name, size), 0) for name in old}
+        return {name: jax.lax.dynamic_update_slice(old[name], new[name], starts[name]) for name in old}
 
     update = on_shards(layer, sharding, (CACHE_AXES, SUMMARY_AXES, ("batch",), ("batch",)), SUMMARY_AXES)
     with jax.named_scope("summaries"):

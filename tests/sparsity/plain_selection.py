@@ -28,12 +28,11 @@ REDUCE = {"mean": np.mean, "low": np.min, "high": np.max}
 def plain_summary(name: str, keys: np.ndarray, length: int, block_size: int) -> np.ndarray:
     """A statistic over each block's committed keys; 0 for blocks without any. [K, S, D] -> [K, M, D].
 
-    fine_means are the means of blocks of KEYS_PER_MEAN keys, side by side: [K, M, vectors * D].
+    fine_means are the means of blocks of KEYS_PER_MEAN keys.
     """
     heads, capacity, dim = keys.shape
     if name == "fine_means":
-        fine = plain_summary("mean", keys, length, KEYS_PER_MEAN)
-        return fine.reshape(heads, capacity // block_size, -1)
+        return plain_summary("mean", keys, length, KEYS_PER_MEAN)
     summary = np.zeros((heads, capacity // block_size, dim))
     for start in range(0, length, block_size):
         summary[:, start // block_size] = REDUCE[name](

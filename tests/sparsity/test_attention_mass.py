@@ -52,7 +52,7 @@ def test_a_window(inputs):
     """Weights are shared among what is in it; of a mean that lies across its edge, by the keys inside."""
     q, keys = inputs
     for window in (1, 20, 33, 1000):
-        got = np.asarray(attention_mass(q, fine_means(keys), LENGTHS, NODES, window))
+        got = np.asarray(attention_mass(q, fine_means(keys), LENGTHS, NODES, BLOCK, window))
         expected = [plain_mass(*row, window) for row in zip(q, keys, LENGTHS, NODES)]
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
 
@@ -73,7 +73,7 @@ def test_the_oracle_in_a_window(inputs):
 def test_by_definition(inputs):
     """Full and partly filled blocks, none at all; empty slots of the draft say nothing."""
     q, keys = inputs
-    got = np.asarray(jax.jit(attention_mass)(q, fine_means(keys), LENGTHS, NODES))
+    got = np.asarray(jax.jit(attention_mass, static_argnums=4)(q, fine_means(keys), LENGTHS, NODES, BLOCK))
     expected = [plain_mass(*row) for row in zip(q, keys, LENGTHS, NODES)]
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
     assert np.allclose(got.sum(axis=-1), [[9, 9], [6, 6], [3, 3], [0, 0]], atol=1e-4)  # a token and head is 1
@@ -81,11 +81,11 @@ def test_by_definition(inputs):
 
 def test_the_query_heads_of_a_wide_step_in_turns(inputs, monkeypatch):
     q, keys = inputs
-    at_once = attention_mass(q, fine_means(keys), LENGTHS, NODES, 33)
+    at_once = attention_mass(q, fine_means(keys), LENGTHS, NODES, BLOCK, 33)
     monkeypatch.setattr(selection, "MASS_ROWS", GROUP * TOKENS - 1)
-    jaxpr = str(jax.make_jaxpr(lambda *a: attention_mass(*a))(q, fine_means(keys), LENGTHS, NODES))
+    jaxpr = str(jax.make_jaxpr(lambda *a: attention_mass(*a, BLOCK))(q, fine_means(keys), LENGTHS, NODES))
     assert f"length={GROUP}" in jaxpr and f",{GROUP * TOKENS},{CAPACITY // KEYS_PER_MEAN}]" not in jaxpr
-    in_turns = attention_mass(q, fine_means(keys), LENGTHS, NODES, 33)
+    in_turns = attention_mass(q, fine_means(keys), LENGTHS, NODES, BLOCK, 33)
     np.testing.assert_allclose(in_turns, at_once, rtol=1e-5, atol=1e-6)
 
 
@@ -98,9 +98,9 @@ def test_it_is_attention_where_the_keys_of_a_mean_are_alike(inputs):
         return np.asarray(block_masses(q, (keys, keys), LENGTHS, NODES, block_size=BLOCK))
 
     np.testing.assert_allclose(
-        attention_mass(q, fine_means(alike), LENGTHS, NODES), exact(alike), rtol=1e-4, atol=1e-6
+        attention_mass(q, fine_means(alike), LENGTHS, NODES, BLOCK), exact(alike), rtol=1e-4, atol=1e-6
     )
-    assert np.abs(attention_mass(q, fine_means(keys), LENGTHS, NODES) - exact(keys)).max() > 0.1
+    assert np.abs(attention_mass(q, fine_means(keys), LENGTHS, NODES, BLOCK) - exact(keys)).max() > 0.1
 
 
 def test_what_is_dead_says_nothing(inputs):
@@ -109,7 +109,7 @@ def test_what_is_dead_says_nothing(inputs):
     poisoned = np.where(dead[:, None, :, None], np.nan, keys)
     empty = np.where(NODES[:, :, None, None], q, 1e4)  # large, not NaN: an empty slot's query is finite
     got, expected = (
-        score_blocks("mass", queries, {"fine_means": fine_means(k)}, LENGTHS, NODES)
+        score_blocks("mass", queries, {"fine_means": fine_means(k)}, LENGTHS, NODES, BLOCK)
         for queries, k in [(empty, poisoned), (q, keys)]
     )
     np.testing.assert_array_equal(got, expected)

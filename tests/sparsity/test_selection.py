@@ -241,7 +241,7 @@ def test_groups_of_query_heads():
     mean[0, 0, 3] = mean[0, 1, 4] = directions[0]  # what KV head 0's queries look for
     mean[0, 1, 2] = mean[0, 0, 1] = directions[1]  # what KV head 1's queries look for
     heads = [0] * group + [1] * group
-    everything = np.array([blocks], np.int32), np.ones((1, 1), bool)
+    everything = np.array([blocks], np.int32), np.ones((1, 1), bool), 1
     for order, expected in [(heads, [3, 2]), (heads[::-1], [1, 4])]:
         q = directions[order][None, None]
         for score, summary in [("mean", {"mean": mean}), ("bound", {"low": mean - 0.1, "high": mean + 0.1})]:
