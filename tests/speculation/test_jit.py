@@ -165,7 +165,9 @@ def test_loop_body(mesh, loop):
     assert [i.line for i in inside if i.opcode in host or "callback" in i.line] == []
     bad, others = gathered(text, params)
     assert bad == []
-    assert others == (mesh == (2, 2))  # the best token of a sharded vocabulary: the reader sees it
+    # The few likeliest tokens of each shard come together; the best one of all is two reductions.
+    assert others == (mesh == (2, 2) and num_logprobs > 0)
+    assert any(i.opcode.startswith("all-reduce") for i in inside) == (mesh == (2, 2))
 
 
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 2)], ids=["1x1", "2x2"])
@@ -174,7 +176,7 @@ def test_prefill_chunk(mesh):
     target, params, state, cache_shape = start(mesh)
     text = prefill_chunk.lower(target, params, state, jnp.zeros((4, 32), jnp.int32)).compile().as_text()
     assert hlo.copies(hlo.instructions(text), cache_shape) == []
-    assert gathered(text, params) == ([], mesh == (2, 2))
+    assert gathered(text, params) == ([], False)
 
 
 def test_a_copied_cache_would_be_found():
